@@ -1,0 +1,364 @@
+// The Python module _core: a table of contents, and the way from numpy arrays to views and from Status to exceptions.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <optional>
+#include <string>
+
+#include "add_lora.hpp"
+#include "backend.hpp"
+#include "cpu/cpu_backend.hpp"
+#include "cpu/kernel_sets.hpp"
+#include "cpu/thread_pool.hpp"
+#include "rules.hpp"
+
+namespace py = pybind11;
+
+namespace {
+
+using namespace addlora;
+
+// Made once, and never released: they live as long as the interpreter.
+struct PythonObjects {
+  py::object add_lora_error;
+  py::object bfloat16;
+  int bfloat16_num;
+};
+
+const PythonObjects& objects() {
+  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<PythonObjects> storage;
+  return storage
+      .call_once_and_store_result([] {
+        py::object bfloat16 = py::dtype::from_args(py::module_::import("ml_dtypes").attr("bfloat16"));
+        const int num = py::cast<int>(bfloat16.attr("num"));
+        return PythonObjects{py::module_::import("mindspore_addlora._errors").attr("AddLoraError"), bfloat16, num};
+      })
+      .get_stored();
+}
+
+void raise_if_refused(const Status& status) {
+  if (status.ok()) return;
+  const PythonObjects& python = objects();
+  py::object error = python.add_lora_error(static_cast<int>(status.code), status.message);
+  PyErr_SetObject(python.add_lora_error.ptr(), error.ptr());
+  throw py::error_already_set();
+}
+
+// An argument that is a numpy array, and its view; or None.
+class Array {
+ public:
+  Array() = default;
+  Array(const char* name, const py::object& object) {
+    if (object.is_none()) return;
+    if (!py::isinstance<py::array>(object)) {
+      throw py::type_error(std::string(name) + ": expected a numpy.ndarray or None, got " +
+                           py::cast<std::string>(py::type::of(object).attr("__qualname__")));
+    }
+    array_ = py::reinterpret_borrow<py::array>(object);
+    fill();
+  }
+
+  const TensorView* view() const { return array_ ? &view_ : nullptr; }
+  const py::object& object() const { return array_; }
+  py::object dtype() const { return py::reinterpret_borrow<py::array>(array_).dtype(); }
+  // The memory belongs to the array: reading whether it may be written must happen at each use.
+  bool is_writable() const { return py::reinterpret_borrow<py::array>(array_).writeable(); }
+
+ private:
+  void fill() {
+    const auto array = py::reinterpret_borrow<py::array>(array_);
+    const py::dtype dtype = array.dtype();
+    view_.dtype = dtype_of(dtype);
+    if (view_.dtype == DType::kOther) {
+      name_ = std::make_shared<std::string>(py::cast<std::string>(py::str(py::handle(dtype))));
+      view_.other_dtype = name_->c_str();
+    }
+    view_.data = const_cast<void*>(array.data());
+    view_.ndim = static_cast<int>(array.ndim());
+    for (int i = 0; i < view_.ndim && i < kMaxDims; ++i) {
+      view_.shape[i] = array.shape(i);
+      view_.strides[i] = array.strides(i);
+    }
+    view_.writable = array.writeable();
+  }
+
+  static DType dtype_of(const py::dtype& dtype) {
+    const int num = dtype.num();
+    if (num == py::detail::npy_api::NPY_FLOAT_) return native(dtype, DType::kFloat32);
+    if (num == 23) return native(dtype, DType::kFloat16);  // NPY_HALF, fixed by numpy's C interface
+    if (num == py::detail::npy_api::NPY_INT_) return native(dtype, DType::kInt32);
+    if (num == objects().bfloat16_num) return native(dtype, DType::kBFloat16);
+    if (num == py::detail::npy_api::NPY_LONG_ && dtype.itemsize() == 4) return native(dtype, DType::kInt32);
+    return DType::kOther;
+  }
+  static DType native(const py::dtype& dtype, DType type) { return dtype.byteorder() == '>' ? DType::kOther : type; }
+
+  py::object array_;
+  TensorView view_;
+  std::shared_ptr<std::string> name_;
+};
+
+std::int64_t integer(const char* name, const py::object& object) {
+  const bool is_bool = PyBool_Check(object.ptr()) != 0;
+  if (is_bool || PyIndex_Check(object.ptr()) == 0) {
+    throw py::type_error(std::string(name) + ": expected an integer, got " +
+                         py::cast<std::string>(py::type::of(object).attr("__qualname__")));
+  }
+  const py::object index = py::reinterpret_steal<py::object>(PyNumber_Index(object.ptr()));
+  if (!index) throw py::error_already_set();
+  const long long value = PyLong_AsLongLong(index.ptr());
+  if (value == -1 && PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    PyErr_SetString(PyExc_OverflowError, (std::string(name) + ": expected a 64-bit integer, got " +
+                                          py::cast<std::string>(py::str(index)))
+                                             .c_str());
+    throw py::error_already_set();
+  }
+  return value;
+}
+
+double real(const char* name, const py::object& object) {
+  const double value = PyFloat_AsDouble(object.ptr());
+  if (value == -1.0 && PyErr_Occurred() != nullptr) {
+    if (PyErr_ExceptionMatches(PyExc_TypeError) == 0) throw py::error_already_set();
+    PyErr_Clear();
+    throw py::type_error(std::string(name) + ": expected a real number, got " +
+                         py::cast<std::string>(py::type::of(object).attr("__qualname__")));
+  }
+  return value;
+}
+
+template <class T, std::size_t N>
+T one_of(const char* name, const py::object& object, const std::array<std::pair<const char*, T>, N>& values) {
+  std::string names;
+  for (const auto& [text, value] : values) {
+    if (PyUnicode_Check(object.ptr()) != 0 && PyUnicode_CompareWithASCIIString(object.ptr(), text) == 0) return value;
+    names += (names.empty() ? "" : " or ") + std::string("\"") + text + "\"";
+  }
+  throw py::value_error(std::string(name) + ": expected " + names + ", got " + py::cast<std::string>(py::repr(object)));
+}
+
+Limits limits_of(const py::object& object) {
+  return one_of<Limits, 2>("limits", object, {{{"npu", Limits::kNpu}, {"none", Limits::kNone}}});
+}
+
+Rounding rounding_of(const py::object& object) {
+  return one_of<Rounding, 2>("rounding", object,
+                             {{{"float32", Rounding::kFloat32}, {"device", Rounding::kDevice}}});
+}
+
+const Backend& backend_of(const py::object& object) {
+  if (object.is_none()) return cpu_backend();
+  return *one_of<const Backend*, 1>("backend", object, {{{"cpu", &cpu_backend()}}});
+}
+
+// A call's arguments, kept alive with the views and the Problem that refers to them.
+struct Arguments {
+  Array y, x, weight_b, indices, weight_a, out;
+  Problem problem;
+  const Backend* backend;
+
+  Arguments(const py::object& y_, const py::object& x_, const py::object& weight_b_, const py::object& indices_,
+            const py::object& weight_a_, const py::object& layer_idx, const py::object& scale,
+            const py::object& y_offset, const py::object& y_slice_size, const py::object& out_,
+            const py::object& backend_, const py::object& limits, const py::object& rounding)
+      : y("y", y_),
+        x("x", x_),
+        weight_b("weight_b", weight_b_),
+        indices("indices", indices_),
+        weight_a("weight_a", weight_a_),
+        out("out", out_),
+        backend(&backend_of(backend_)) {
+    problem.layer_idx = integer("layer_idx", layer_idx);
+    problem.scale = real("scale", scale);
+    problem.y_offset = integer("y_offset", y_offset);
+    problem.y_slice_size = integer("y_slice_size", y_slice_size);
+    problem.limits = limits_of(limits);
+    problem.rounding = rounding_of(rounding);
+    problem.y = y.view();
+    problem.x = x.view();
+    problem.weight_b = weight_b.view();
+    problem.indices = indices.view();
+    problem.weight_a = weight_a.view();
+    problem.out = out.view();
+  }
+  Arguments(const Arguments&) = delete;  // the Problem points into this object
+  Arguments& operator=(const Arguments&) = delete;
+
+  // Makes out where there is none, once the description of the inputs has been accepted.
+  void allocate_out() {
+    raise_if_refused(check_description(problem, *backend));
+    const TensorView& view = *problem.y;
+    out = Array("out", py::array(py::reinterpret_borrow<py::dtype>(y.dtype()),
+                                 {static_cast<py::ssize_t>(view.shape[0]), static_cast<py::ssize_t>(view.shape[1])}));
+    problem.out = out.view();
+  }
+};
+
+py::object add_lora_call(const py::object& y, const py::object& x, const py::object& weight_b,
+                         const py::object& indices, const py::object& weight_a, const py::object& layer_idx,
+                         const py::object& scale, const py::object& y_offset, const py::object& y_slice_size,
+                         const py::object& out, const py::object& backend, const py::object& limits,
+                         const py::object& rounding) {
+  Arguments arguments(y, x, weight_b, indices, weight_a, layer_idx, scale, y_offset, y_slice_size, out, backend, limits,
+                      rounding);
+  if (out.is_none()) arguments.allocate_out();
+  Status status;
+  {
+    const py::gil_scoped_release release;
+    status = add_lora(arguments.problem, *arguments.backend);
+  }
+  raise_if_refused(status);
+  return arguments.out.object();
+}
+
+// A planned call: what add_lora_get_workspace_size returns, and add_lora_execute runs.
+class Executor {
+ public:
+  explicit Executor(std::unique_ptr<Arguments> arguments) : arguments_(std::move(arguments)) {
+    raise_if_refused(check(arguments_->problem, *arguments_->backend));
+    execution_ = arguments_->backend->plan(arguments_->problem);
+  }
+
+  std::size_t workspace_size() const { return execution_->workspace_bytes(); }
+
+  void set_repeatable() {
+    if (runs_ > 0) {
+      raise_if_refused(refuse("executor_state", "executor", "set_repeatable right after the first phase",
+                              "an executor that has run"));
+    }
+    execution_->set_repeatable();
+    repeatable_ = true;
+  }
+
+  void execute(const py::object& workspace, const py::object& stream) {
+    if (!stream.is_none()) integer("stream", stream);
+    if (runs_ > 0 && !repeatable_) {
+      raise_if_refused(refuse("executor_state", "executor", "one that has not run, or a repeatable one",
+                              "a spent executor"));
+    }
+    Buffer buffer(workspace);
+    if (execution_->uses_workspace()) {
+      raise_if_refused(check_workspace(arguments_->problem, workspace_size(), buffer.view.buf,
+                                       static_cast<std::size_t>(buffer.view.len), buffer.view.readonly == 0));
+    }
+    if (arguments_->problem.y->shape[0] > 0 && !arguments_->out.is_writable()) {
+      raise_if_refused(refuse("out_memory", "out", "a writable tensor", "a read-only one"));
+    }
+    // Counted before the lock is released, so that two threads cannot spend one executor twice.
+    ++runs_;
+    Status status;
+    try {
+      const py::gil_scoped_release release;
+      status = check_indices(arguments_->problem);
+      if (status.ok()) execution_->run(buffer.view.buf, nullptr);
+    } catch (...) {
+      --runs_;
+      throw;
+    }
+    if (!status.ok()) --runs_;
+    raise_if_refused(status);
+  }
+
+ private:
+  // A Python buffer, held for the time of a run.
+  struct Buffer {
+    Py_buffer view{};
+    explicit Buffer(const py::object& object) {
+      if (object.is_none()) return;
+      if (PyObject_CheckBuffer(object.ptr()) == 0) {
+        throw py::type_error("workspace: expected a writable buffer or None, got " +
+                             py::cast<std::string>(py::type::of(object).attr("__qualname__")));
+      }
+      if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_WRITABLE) == 0) return;
+      PyErr_Clear();
+      // A read-only or strided buffer: the refusal says which.
+      if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_STRIDED_RO) != 0) throw py::error_already_set();
+      const bool contiguous = PyBuffer_IsContiguous(&view, 'C') != 0;
+      if (!contiguous) {
+        PyBuffer_Release(&view);
+        raise_if_refused(refuse("workspace_memory", "workspace", "a C-contiguous buffer", "a strided one"));
+      }
+    }
+    ~Buffer() {
+      if (view.obj != nullptr) PyBuffer_Release(&view);
+    }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+  };
+
+  std::unique_ptr<Arguments> arguments_;
+  std::unique_ptr<Execution> execution_;
+  int runs_ = 0;
+  bool repeatable_ = false;
+};
+
+py::tuple get_workspace_size(const py::object& y, const py::object& x, const py::object& weight_b,
+                             const py::object& indices, const py::object& weight_a, const py::object& layer_idx,
+                             const py::object& scale, const py::object& y_offset, const py::object& y_slice_size,
+                             const py::object& out, const py::object& backend, const py::object& limits,
+                             const py::object& rounding) {
+  auto executor = std::make_unique<Executor>(std::make_unique<Arguments>(
+      y, x, weight_b, indices, weight_a, layer_idx, scale, y_offset, y_slice_size, out, backend, limits, rounding));
+  const std::size_t size = executor->workspace_size();
+  return py::make_tuple(size, std::move(executor));
+}
+
+void execute(const py::object& workspace, const py::object& executor, const py::object& stream) {
+  if (executor.is_none()) {
+    raise_if_refused(refuse("executor_given", "executor", "the one that add_lora_get_workspace_size returned", "None"));
+  }
+  if (!py::isinstance<Executor>(executor)) {
+    throw py::type_error("executor: expected an Executor, got " +
+                         py::cast<std::string>(py::type::of(executor).attr("__qualname__")));
+  }
+  executor.cast<Executor&>().execute(workspace, stream);
+}
+
+void set_num_threads(const py::object& object) {
+  const std::int64_t threads = integer("n", object);
+  if (threads < 1) throw py::value_error("n: expected at least 1 thread, got " + std::to_string(threads));
+  cpu::set_thread_count(static_cast<int>(std::min<std::int64_t>(threads, 1 << 20)));
+}
+
+std::optional<std::string> last_kernel_set_name() {
+  const char* name = last_kernel_set();
+  return name == nullptr ? std::nullopt : std::optional<std::string>(name);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, module) {
+  module.doc() = "The C++ core of mindspore_addlora. Use mindspore_addlora.raw, which documents it.";
+  module.attr("__version__") = ADDLORA_VERSION;
+
+  py::class_<Executor>(module, "Executor", "A planned call: made by add_lora_get_workspace_size.")
+      .def("set_repeatable", &Executor::set_repeatable,
+           "Lets the executor run more than once. To be called right after the first phase.");
+
+  module.def("add_lora", &add_lora_call);
+  module.def("add_lora_get_workspace_size", &get_workspace_size);
+  module.def("add_lora_execute", &execute);
+
+  module.def("rules", [] {
+    py::list table;
+    for (const Rule& rule : rules()) {
+      table.append(py::make_tuple(rule.name, rule.applies_to, rule.text, static_cast<int>(rule.code), rule.lifted));
+    }
+    return table;
+  });
+  module.def("backend_info", [](const py::object& name) {
+    const BackendInfo info = backend_of(name).info();
+    return py::make_tuple(info.available, info.reason, info.detail);
+  });
+  module.def("kernel_sets", [] {
+    py::list names;
+    for (const cpu::KernelSet* set : cpu::available_kernel_sets()) names.append(set->name);
+    return py::tuple(names);
+  });
+  module.def("last_kernel_set", &last_kernel_set_name);
+  module.def("set_num_threads", &set_num_threads);
+  module.def("get_num_threads", &cpu::thread_count);
+}
