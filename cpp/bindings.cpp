@@ -12,6 +12,7 @@
 #include "cpu/cpu_backend.hpp"
 #include "cpu/kernel_sets.hpp"
 #include "cpu/thread_pool.hpp"
+#include "leading_dims.hpp"
 #include "rules.hpp"
 
 namespace py = pybind11;
@@ -317,6 +318,50 @@ void execute(const py::object& workspace, const py::object& executor, const py::
   executor.cast<Executor&>().execute(workspace, stream);
 }
 
+// A tensor that is only described: (dtype name, shape), None standing for a dimension that is not known yet.
+struct Description {
+  std::string dtype;
+  TensorView view;
+
+  explicit Description(const py::tuple& described) : dtype(py::cast<std::string>(described[0])) {
+    view.other_dtype = dtype.c_str();
+    for (const DType known : {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kInt32}) {
+      if (dtype == dtype_name(known)) view.dtype = known;
+    }
+    const auto shape = py::cast<py::tuple>(described[1]);
+    view.ndim = static_cast<int>(shape.size());
+    for (int i = 0; i < view.ndim && i < kMaxDims; ++i) {
+      const py::object dimension = shape[static_cast<std::size_t>(i)];
+      view.shape[i] = dimension.is_none() ? kUnknown : py::cast<std::int64_t>(dimension);
+    }
+  }
+  Description(const Description&) = delete;
+  Description& operator=(const Description&) = delete;
+};
+
+// The rules for a call with leading dimensions, before there is any data: what MindSpore's layers ask at compile time.
+void check_described(const py::tuple& y, const py::tuple& x, const py::tuple& weight_b, const py::tuple& indices,
+                     const std::optional<py::tuple>& weight_a, std::int64_t layer_idx, std::int64_t y_offset,
+                     std::int64_t y_slice_size, const py::object& limits, const py::object& rounding) {
+  const Description y_view(y), x_view(x), b_view(weight_b), indices_view(indices);
+  std::optional<Description> a_view;
+  if (weight_a) a_view.emplace(*weight_a);
+  Rows rows;
+  raise_if_refused(collapse_leading_dims(y_view.view, x_view.view, indices_view.view, rows));
+  Problem problem;
+  problem.y = &rows.y;
+  problem.x = &rows.x;
+  problem.weight_b = &b_view.view;
+  problem.indices = &rows.indices;
+  problem.weight_a = a_view ? &a_view->view : nullptr;
+  problem.layer_idx = layer_idx;
+  problem.y_offset = y_offset;
+  problem.y_slice_size = y_slice_size;
+  problem.limits = limits_of(limits);
+  problem.rounding = rounding_of(rounding);
+  raise_if_refused(check_description(problem, cpu_backend()));
+}
+
 void set_num_threads(const py::object& object) {
   const std::int64_t threads = integer("n", object);
   if (threads < 1) throw py::value_error("n: expected at least 1 thread, got " + std::to_string(threads));
@@ -342,6 +387,7 @@ PYBIND11_MODULE(_core, module) {
   module.def("add_lora_get_workspace_size", &get_workspace_size);
   module.def("add_lora_execute", &execute);
 
+  module.def("check_described", &check_described);
   module.def("rules", [] {
     py::list table;
     for (const Rule& rule : rules()) {

@@ -1,0 +1,182 @@
+// The custom operators' C functions, called by MindSpore on the CPU: the launch and the shape inference.
+//
+// MindSpore hands over pointers, shapes and dtype names; nothing of its C++ is needed here. A launch that throws makes
+// MindSpore refuse every later step of the compiled model, so whatever can be known before is checked before (by the
+// Python of ops.py and by the shape inference), and an index outside the bank means "no adapter" here.
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "add_lora.hpp"
+#include "cpu/cpu_backend.hpp"
+#include "leading_dims.hpp"
+#include "rules.hpp"
+
+namespace {
+
+using namespace addlora;
+
+// Tensors come first, then the scalars, then the result.
+enum Input { kY, kX, kWeightB, kIndices, kWeightA };
+enum Scalar { kLayerIdx, kScale, kYOffset, kDeviceRounding, kScalars };
+
+[[noreturn]] void fail(const std::string& message) { throw std::invalid_argument(message); }
+
+void raise_if_refused(const Status& status) {
+  if (!status.ok()) fail("AddLoraError " + std::to_string(static_cast<int>(status.code)) + ": " + status.message);
+}
+
+DType dtype_of(const char* name) {
+  for (const DType dtype : {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kInt32}) {
+    if (std::strcmp(name, dtype_name(dtype)) == 0) return dtype;
+  }
+  return DType::kOther;
+}
+
+TensorView view_of(void* data, int ndim, const std::int64_t* shape, const char* dtype) {
+  TensorView view;
+  view.data = data;
+  view.dtype = dtype_of(dtype);
+  view.other_dtype = dtype;
+  view.ndim = ndim;
+  for (int i = 0; i < ndim && i < kMaxDims; ++i) view.shape[i] = shape[i];
+  if (ndim <= kMaxDims) set_contiguous_strides(view);
+  return view;
+}
+
+// A scalar of a call arrives as a tensor without dimensions.
+template <class T>
+T scalar(void* data, const char* dtype) {
+  const auto as = [data](auto value) {
+    std::memcpy(&value, data, sizeof value);
+    return static_cast<T>(value);
+  };
+  if (std::strcmp(dtype, "int64") == 0) return as(std::int64_t{});
+  if (std::strcmp(dtype, "int32") == 0) return as(std::int32_t{});
+  if (std::strcmp(dtype, "float32") == 0) return as(float{});
+  if (std::strcmp(dtype, "float64") == 0) return as(double{});
+  if (std::strcmp(dtype, "bool") == 0) return as(bool{});
+  fail(std::string("a scalar argument: expected an integer or a float, got ") + dtype);
+}
+
+bool checks_indices() {
+  static const bool checks = [] {
+    const char* value = std::getenv("ADDLORA_CHECK_INDICES");
+    return value != nullptr && std::strcmp(value, "") != 0 && std::strcmp(value, "0") != 0;
+  }();
+  return checks;
+}
+
+// The indices as the core takes them: 32-bit, one for each row, and none above W. Decided at full width: a 64-bit value
+// must not become an adapter by narrowing.
+template <class T>
+void narrow(const void* from, std::int64_t rows_per_index, std::int64_t w, std::vector<std::int32_t>& to) {
+  const char* bytes = static_cast<const char*>(from);
+  for (std::size_t row = 0; row < to.size(); ++row) {
+    T index;
+    std::memcpy(&index, bytes + row / static_cast<std::size_t>(rows_per_index) * sizeof index, sizeof index);
+    if (index > w && checks_indices()) {
+      raise_if_refused(refuse("index", "indices", "each at most W = " + std::to_string(w) + " (negative or W: no adapter)",
+                              std::to_string(index) + " in row " + std::to_string(row)));
+    }
+    to[row] = index >= 0 && index < w ? static_cast<std::int32_t>(index) : -1;
+  }
+}
+
+void launch(bool has_a, int nparam, void** params, const int* ndims, std::int64_t** shapes, const char** dtypes) {
+  const int tensors = has_a ? 5 : 4;
+  if (nparam != tensors + kScalars + 1) fail("AddLora: called with " + std::to_string(nparam) + " parameters");
+  TensorView views[5];
+  for (int i = 0; i < tensors; ++i) views[i] = view_of(params[i], ndims[i], shapes[i], dtypes[i]);
+  const auto scalar_at = [&](Scalar which, auto type) {
+    return scalar<decltype(type)>(params[tensors + which], dtypes[tensors + which]);
+  };
+
+  Rows rows;
+  raise_if_refused(collapse_leading_dims(views[kY], views[kX], views[kIndices], rows));
+  if (rows.y.shape[0] == 0) return;
+  TensorView out = rows.y;
+  out.data = params[nparam - 1];
+
+  // Kept between calls, so that a step allocates nothing.
+  thread_local std::vector<std::int32_t> indices;
+  indices.resize(static_cast<std::size_t>(rows.y.shape[0]));
+  const std::int64_t w = views[kWeightB].shape[0];
+  if (std::strcmp(dtypes[kIndices], "int64") == 0) {
+    narrow<std::int64_t>(params[kIndices], rows.rows_per_index, w, indices);
+  } else {
+    narrow<std::int32_t>(params[kIndices], rows.rows_per_index, w, indices);
+  }
+  rows.indices.data = indices.data();
+
+  Problem problem;
+  problem.y = &rows.y;
+  problem.x = &rows.x;
+  problem.weight_b = &views[kWeightB];
+  problem.indices = &rows.indices;
+  problem.weight_a = has_a ? &views[kWeightA] : nullptr;
+  problem.out = &out;
+  problem.layer_idx = scalar_at(kLayerIdx, std::int64_t{});
+  problem.scale = scalar_at(kScale, double{});
+  problem.y_offset = scalar_at(kYOffset, std::int64_t{});
+  problem.rounding = scalar_at(kDeviceRounding, std::int64_t{}) != 0 ? Rounding::kDevice : Rounding::kFloat32;
+  problem.limits = Limits::kNone;
+  raise_if_refused(add_lora(problem, cpu_backend()));
+}
+
+// The shape of the result, and a refusal of shapes that do not agree before anything runs. MindSpore passes no dtypes
+// here, so all count as float32.
+std::vector<std::int64_t> infer(bool has_a, const int* ndims, std::int64_t** shapes) {
+  const auto view = [&](int i, const char* dtype) { return view_of(nullptr, ndims[i], shapes[i], dtype); };
+  const TensorView y = view(kY, "float32");
+  const TensorView x = view(kX, "float32");
+  const TensorView weight_b = view(kWeightB, "float32");
+  const TensorView indices = view(kIndices, "int32");
+  const TensorView weight_a = has_a ? view(kWeightA, "float32") : TensorView{};
+  for (int i = 0; i < (has_a ? 5 : 4); ++i) {
+    // A dimension of -2 means that not even the rank is known.
+    for (int d = 0; d < ndims[i]; ++d) {
+      if (shapes[i][d] < kUnknown) return {shapes[kY], shapes[kY] + ndims[kY]};
+    }
+  }
+  Rows rows;
+  raise_if_refused(collapse_leading_dims(y, x, indices, rows));
+  Problem problem;
+  problem.y = &rows.y;
+  problem.x = &rows.x;
+  problem.weight_b = &weight_b;
+  problem.indices = &rows.indices;
+  problem.weight_a = has_a ? &weight_a : nullptr;
+  problem.limits = Limits::kNone;
+  raise_if_refused(check_description(problem, cpu_backend()));
+  return {shapes[kY], shapes[kY] + ndims[kY]};
+}
+
+}  // namespace
+
+#define ADDLORA_EXPORT __attribute__((visibility("default")))
+
+extern "C" {
+
+ADDLORA_EXPORT int AddLora(int nparam, void** params, int* ndims, std::int64_t** shapes, const char** dtypes,
+                           void* /*stream*/, void* /*extra*/) {
+  launch(true, nparam, params, ndims, shapes, dtypes);
+  return 0;
+}
+ADDLORA_EXPORT std::vector<std::int64_t> AddLoraInferShape(int* ndims, std::int64_t** shapes, void* /*extra*/) {
+  return infer(true, ndims, shapes);
+}
+
+// Without weight_a.
+ADDLORA_EXPORT int AddLoraExpand(int nparam, void** params, int* ndims, std::int64_t** shapes, const char** dtypes,
+                                 void* /*stream*/, void* /*extra*/) {
+  launch(false, nparam, params, ndims, shapes, dtypes);
+  return 0;
+}
+ADDLORA_EXPORT std::vector<std::int64_t> AddLoraExpandInferShape(int* ndims, std::int64_t** shapes, void* /*extra*/) {
+  return infer(false, ndims, shapes);
+}
+}

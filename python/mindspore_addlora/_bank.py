@@ -1,0 +1,77 @@
+"""Writing adapters into the slots of a bank: A [W, L, R, H1] and B [W, L, H2, R].
+
+Everything is checked before anything is written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+from mindspore import Parameter, Tensor
+
+Array = npt.NDArray[Any]
+
+_FLOATS = (np.float16, np.float32, np.float64, ml_dtypes.bfloat16)
+
+
+def to_float32(name: str, value: Array | Tensor, dimensions: int = 2) -> npt.NDArray[np.float32]:
+    """A weight as float32; refuses what is not a matrix of floats."""
+    array = value.asnumpy() if isinstance(value, Tensor) else value
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"{name}: expected a numpy.ndarray or a Tensor, got {type(value).__name__}")
+    if array.dtype not in _FLOATS:
+        raise TypeError(f"{name}: expected a float dtype, got {array.dtype}")
+    if array.ndim != dimensions:
+        raise ValueError(f"{name}: expected {dimensions} dimensions, got shape {list(array.shape)}")
+    return array.astype(np.float32)
+
+
+def check_slot(name: str, value: int, count: int) -> None:
+    """Refuses a slot or layer outside [0, count): a negative one would mean another slot, not none."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
+    if not 0 <= value < count:
+        raise ValueError(f"{name}: expected 0 <= {name} < {count}, got {value}")
+
+
+def prepare_adapter(
+    a: Array | Tensor,
+    b: Array | Tensor,
+    scaling: float,
+    a_shape: Sequence[int],
+    b_shape: Sequence[int],
+    dtype: npt.DTypeLike,
+) -> tuple[Array, Array]:
+    """The blocks of a slot for a [r, H1] and b [H2, r]: padded with zeros to [R, H1] and [H2, R], scaling in b."""
+    rank, h1 = a_shape
+    h2 = b_shape[0]
+    a32, b32 = to_float32("a", a), to_float32("b", b)
+    r = a32.shape[0]
+    if not 1 <= r <= rank or a32.shape[1] != h1:
+        raise ValueError(f"a: expected [r, {h1}] with 1 <= r <= {rank}, got shape {list(a32.shape)}")
+    if b32.shape != (h2, r):
+        raise ValueError(f"b: expected [{h2}, {r}], r as a has, got shape {list(b32.shape)}")
+    if not math.isfinite(scaling):
+        raise ValueError(f"scaling: expected a finite number, got {scaling}")
+    a_block = np.zeros((rank, h1), dtype)
+    b_block = np.zeros((h2, rank), dtype)
+    with np.errstate(over="ignore"):  # looked for below
+        a_block[:r] = a32
+        b_block[:, :r] = b32 * np.float32(scaling)
+    for name, source, block in (("a", a32, a_block), ("b", b32, b_block)):
+        if np.isfinite(source).all() and not np.isfinite(block.astype(np.float32)).all():
+            raise ValueError(
+                f"{name}: expected values that {np.dtype(dtype).name} can hold (scaling included), "
+                f"got up to {np.abs(source).max() * (scaling if name == 'b' else 1.0):g}"
+            )
+    return a_block, b_block
+
+
+def write_block(parameter: Parameter, slot: int, layer: int, block: Array) -> None:
+    """Writes one slot of one layer in place. On the CPU a Tensor's numpy view shares its memory."""
+    parameter.asnumpy()[slot, layer] = block

@@ -1,0 +1,195 @@
+"""Cells with a bank of adapters beside them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+import numpy.typing as npt
+from mindspore import Parameter, Tensor, nn
+from mindspore.common.initializer import Initializer, Uniform, initializer
+
+from . import _bank
+from .ops import add_lora
+
+__all__ = ["AddLora"]
+
+Array = npt.NDArray[Any]
+
+_DTYPES = (ms.float16, ms.bfloat16, ms.float32)
+
+
+def _positive(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
+        if value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
+
+
+class AddLora(nn.Cell):
+    r"""Adds to each row of y the low-rank product of its own adapter, from a bank of adapters that the cell holds.
+
+    .. code-block:: text
+
+        out = y
+        out[i, y_offset : y_offset + H2] += scale * (x[i] @ A[indices[i], layer_idx].T) @ B[indices[i], layer_idx].T
+
+    Args:
+        in_features (int): H1, the columns of x.
+        out_features (int): H2, the columns that are added to.
+        rank (int): R, the most ranks that an adapter may have.
+        num_adapters (int): W, the slots of the bank.
+        num_layers (int): L, the layers that share the bank.
+        y_offset (int): The first column of y that is added to.
+        scale (float): A factor of every product.
+        dtype (mindspore.dtype): float16, bfloat16 or float32: that of y, x and the bank.
+        a_init (Union[Tensor, str, Initializer, numbers.Number], optional): What A begins as. By default uniform
+            in +-1/sqrt(H1), as PEFT begins.
+        b_init (Union[Tensor, str, Initializer, numbers.Number]): What B begins as. Zeros: a slot that nobody wrote
+            adds nothing.
+        rounding (str): "float32", or "device" to predict the NPU (float16).
+
+    Inputs:
+        - **y** (Tensor) - What is added to, [B, H3] or [..., H3]. It is not changed.
+        - **x** (Tensor) - [B, H1] or [..., H1], with the leading dimensions of y.
+        - **indices** (Tensor) - int32 or int64, the slot of each row: [B], or one for each token, or one for each
+          entry of the first dimension. A value outside [0, W) means no adapter.
+        - **layer_idx** (int) - The layer of the bank. Default: 0.
+
+    Outputs:
+        Tensor, of y's shape and dtype.
+
+    Raises:
+        TypeError: An argument has the wrong type, or dtype is none of the three.
+        ValueError: A size is below 1.
+        AddLoraError: A call breaks a rule of the operator (a ValueError, see ``mal.raw.LIMITS``).
+
+    Supported Platforms:
+        ``CPU``
+
+    Examples:
+        >>> import numpy as np
+        >>> import mindspore as ms
+        >>> from mindspore import Tensor
+        >>> import mindspore_addlora as mal
+        >>> cell = mal.nn.AddLora(in_features=8, out_features=4, rank=2, num_adapters=3, dtype=ms.float32)
+        >>> cell.set_adapter(1, np.ones((2, 8), np.float32), np.ones((4, 2), np.float32), scaling=0.5)
+        >>> y = Tensor(np.zeros((2, 4), np.float32))
+        >>> x = Tensor(np.ones((2, 8), np.float32))
+        >>> print(cell(y, x, Tensor(np.array([1, -1], np.int32))).asnumpy()[:, 0])
+        [8. 0.]
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        rank: int,
+        num_adapters: int,
+        num_layers: int = 1,
+        *,
+        y_offset: int = 0,
+        scale: float = 1.0,
+        dtype: Any = ms.float16,
+        a_init: Tensor | str | Initializer | float | None = None,
+        b_init: Tensor | str | Initializer | float = "zeros",
+        rounding: str = "float32",
+    ) -> None:
+        super().__init__()
+        _positive(
+            in_features=in_features,
+            out_features=out_features,
+            rank=rank,
+            num_adapters=num_adapters,
+            num_layers=num_layers,
+        )
+        if dtype not in _DTYPES:
+            raise TypeError(f"dtype: expected float16, bfloat16 or float32, got {dtype}")
+        if rounding not in ("float32", "device"):
+            raise ValueError(f'rounding: expected "float32" or "device", got {rounding!r}')
+        self.in_features = in_features
+        self.out_features = out_features
+        self.rank = rank
+        self.num_adapters = num_adapters
+        self.num_layers = num_layers
+        self.y_offset = y_offset
+        self.scale = scale
+        self.rounding = rounding
+        if a_init is None:
+            a_init = Uniform(1.0 / math.sqrt(in_features))
+        a_shape = (num_adapters, num_layers, rank, in_features)
+        b_shape = (num_adapters, num_layers, out_features, rank)
+        self.lora_a = Parameter(initializer(a_init, a_shape, dtype).init_data(), name="lora_a")
+        self.lora_b = Parameter(initializer(b_init, b_shape, dtype).init_data(), name="lora_b")
+
+    def construct(self, y: Tensor, x: Tensor, indices: Tensor, layer_idx: int = 0) -> Tensor:
+        return add_lora(
+            y,
+            x,
+            self.lora_b,
+            indices,
+            self.lora_a,
+            layer_idx,
+            self.scale,
+            self.y_offset,
+            -1,
+            self.rounding,
+        )
+
+    def set_adapter(
+        self,
+        slot: int,
+        a: Array | Tensor,
+        b: Array | Tensor,
+        scaling: float = 1.0,
+        layer_idx: int = 0,
+    ) -> None:
+        """Writes an adapter into a slot. Nothing recompiles, and a refused call changes nothing.
+
+        Args:
+            slot (int): In [0, W).
+            a (Union[numpy.ndarray, Tensor]): [r, H1] of any float dtype, r at most R. Padded with zeros.
+            b (Union[numpy.ndarray, Tensor]): [H2, r].
+            scaling (float): A factor of the adapter (PEFT: lora_alpha / r), folded into b in float32.
+            layer_idx (int): In [0, L).
+
+        Raises:
+            ValueError: slot, layer_idx or a shape does not fit, or a value is too large for the bank's dtype.
+            TypeError: An argument has the wrong type.
+        """
+        _bank.check_slot("slot", slot, self.num_adapters)
+        _bank.check_slot("layer_idx", layer_idx, self.num_layers)
+        a_block, b_block = _bank.prepare_adapter(
+            a, b, scaling, self.lora_a.shape[2:], self.lora_b.shape[2:], self._numpy_dtype()
+        )
+        _bank.write_block(self.lora_a, slot, layer_idx, a_block)
+        _bank.write_block(self.lora_b, slot, layer_idx, b_block)
+
+    def clear_adapter(self, slot: int) -> None:
+        """Empties a slot in all layers: zeros, which add nothing.
+
+        Args:
+            slot (int): In [0, W).
+
+        Raises:
+            ValueError: slot is outside the bank.
+            TypeError: slot is not an integer.
+        """
+        _bank.check_slot("slot", slot, self.num_adapters)
+        for layer in range(self.num_layers):
+            for parameter in (self.lora_a, self.lora_b):
+                _bank.write_block(parameter, slot, layer, np.zeros(parameter.shape[2:], self._numpy_dtype()))
+
+    def _numpy_dtype(self) -> np.dtype[Any]:
+        return self.lora_a.asnumpy().dtype
+
+    def extend_repr(self) -> str:
+        """What print(cell) shows."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}, "
+            f"num_adapters={self.num_adapters}, num_layers={self.num_layers}, y_offset={self.y_offset}, "
+            f"scale={self.scale}, dtype={self.lora_a.dtype}"
+        )

@@ -1,0 +1,173 @@
+"""The operator as a MindSpore function: GRAPH_MODE, PyNative and ``ms.jit``, static and dynamic shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspore import Tensor, ops
+from mindspore.ops import CustomRegOp, DataType
+from mindspore.ops.primitive import constexpr
+
+from . import _core
+
+__all__ = ["add_lora"]
+
+_SCALARS = ("layer_idx", "scale", "y_offset", "device_rounding")
+
+
+def _custom_op(function: str, tensors: tuple[str, ...]) -> ops.Custom:
+    # Every argument is registered, scalars included: dynamic shapes need it.
+    inputs = tensors + _SCALARS
+    registration = CustomRegOp(function)
+    for position, name in enumerate(inputs):
+        registration.input(position, name)
+    registration.output(0, "out").dtype_format(*[DataType.None_None] * (len(inputs) + 1)).target("CPU")
+    return ops.Custom(
+        f"{_core.__file__}:{function}",
+        out_shape=None,  # inferred by the library's own <function>InferShape
+        out_dtype=lambda y, *_: y,
+        func_type="aot",
+        reg_info=registration.get_op_info(),
+    )
+
+
+_add_lora = _custom_op("AddLora", ("y", "x", "weight_b", "indices", "weight_a"))
+_add_lora_expand = _custom_op("AddLoraExpand", ("y", "x", "weight_b", "indices"))
+
+
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("Tensor[").removesuffix("]").lower()
+
+
+def _describe(dtype: Any, shape: Any) -> tuple[str, tuple[int | None, ...]]:
+    return _dtype_name(dtype), tuple(None if n is None or n < 0 else n for n in shape)
+
+
+@constexpr
+def check_call(
+    y_dtype: Any,
+    y_shape: Any,
+    x_dtype: Any,
+    x_shape: Any,
+    b_dtype: Any,
+    b_shape: Any,
+    indices_dtype: Any,
+    indices_shape: Any,
+    a_dtype: Any,
+    a_shape: Any,
+    layer_idx: Any,
+    y_offset: Any,
+    y_slice_size: Any,
+    rounding: Any,
+) -> bool:
+    """Asks the core's rules, in Python while a graph is compiled: nothing has run yet, and a refusal harms nothing.
+
+    What the compiler does not know yet (a dynamic dimension, a mutable scalar) arrives as None and is left to the
+    kernel.
+    """
+    if y_shape is None or x_shape is None or b_shape is None or indices_shape is None:
+        return True  # not even the rank is known
+    for name, value in (("layer_idx", layer_idx), ("y_offset", y_offset), ("y_slice_size", y_slice_size)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
+    if y_slice_size is None:
+        raise TypeError("y_slice_size: expected a constant, got a value that is not known when the graph is compiled")
+    _core.check_described(
+        _describe(y_dtype, y_shape),
+        _describe(x_dtype, x_shape),
+        _describe(b_dtype, b_shape),
+        _describe(indices_dtype, indices_shape),
+        None if a_shape is None else _describe(a_dtype, a_shape),
+        0 if layer_idx is None else layer_idx,
+        0 if y_offset is None else y_offset,
+        y_slice_size,
+        "none",
+        rounding,
+    )
+    return True
+
+
+def add_lora(
+    y: Tensor,
+    x: Tensor,
+    weight_b: Tensor,
+    indices: Tensor,
+    weight_a: Tensor | None = None,
+    layer_idx: int = 0,
+    scale: float = 1.0,
+    y_offset: int = 0,
+    y_slice_size: int = -1,
+    rounding: str = "float32",
+) -> Tensor:
+    r"""Adds to each row of y the low-rank product of its own adapter.
+
+    .. code-block:: text
+
+        out = y
+        out[i, y_offset : y_offset + H2] += scale * (x[i] @ A[indices[i], layer_idx].T) @ B[indices[i], layer_idx].T
+
+    A row whose index is not in [0, W) has no adapter: its row of the result is y's, bit for bit. y is never changed.
+    With ``weight_a=None`` the first product is left out and x is [B, R].
+
+    Args:
+        y (Tensor): What is added to, [B, H3] or with more leading dimensions, [..., H3]. float16, bfloat16 or
+            float32, and so are x and the weights.
+        x (Tensor): [B, H1] or [..., H1], with the leading dimensions of y; [..., R] without weight_a.
+        weight_b (Tensor): [W, L, H2, R], the B of W adapters in L layers.
+        indices (Tensor): int32 or int64, the adapter of each row: [B], or one for each token in the shape of the
+            leading dimensions or flat, or one for each entry of the first dimension.
+        weight_a (Tensor, optional): [W, L, R, H1], the A of each adapter.
+        layer_idx (int): The layer whose weights are used, below L.
+        scale (float): A factor of every product.
+        y_offset (int): The first column that is added to.
+        y_slice_size (int): -1 or H2.
+        rounding (str): "float32" computes in float32 and rounds once, at the end; "device" (float16) rounds where
+            the NPU does.
+
+    Returns:
+        Tensor, of y's shape and dtype.
+
+    Raises:
+        AddLoraError: A rule was broken (a ValueError with a ``code``). It is raised before anything runs: at the
+            call in PyNative mode, at compile time in a graph. With dynamic shapes, what only the data shows is a
+            RuntimeError of MindSpore's, whose message names the argument.
+        TypeError: A scalar is not of the type above.
+
+    Supported Platforms:
+        ``CPU``
+
+    Examples:
+        >>> import numpy as np
+        >>> from mindspore import Tensor
+        >>> import mindspore_addlora as mal
+        >>> y = Tensor(np.zeros((3, 4), np.float32))
+        >>> x = Tensor(np.ones((3, 8), np.float32))
+        >>> a = Tensor(np.ones((2, 1, 2, 8), np.float32))  # [W=2, L=1, R=2, H1=8]
+        >>> b = Tensor(np.ones((2, 1, 4, 2), np.float32))  # [W, L, H2=4, R]
+        >>> out = mal.add_lora(y, x, b, Tensor(np.array([1, -1, 0], np.int32)), a, scale=0.5)
+        >>> print(out.asnumpy()[:, 0])
+        [8. 0. 8.]
+    """
+    a_dtype, a_shape = None, None
+    if weight_a is not None:
+        a_dtype, a_shape = weight_a.dtype, weight_a.shape
+    check_call(
+        y.dtype,
+        y.shape,
+        x.dtype,
+        x.shape,
+        weight_b.dtype,
+        weight_b.shape,
+        indices.dtype,
+        indices.shape,
+        a_dtype,
+        a_shape,
+        layer_idx,
+        y_offset,
+        y_slice_size,
+        rounding,
+    )
+    device_rounding = int(rounding == "device")
+    if weight_a is None:
+        return _add_lora_expand(y, x, weight_b, indices, layer_idx, scale, y_offset, device_rounding)
+    return _add_lora(y, x, weight_b, indices, weight_a, layer_idx, scale, y_offset, device_rounding)
