@@ -1,0 +1,25 @@
+"""What holds for every test: a directory of its own, and one hypothesis profile."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+import pytest
+
+# Examples are bounded so that the suite stays short. Without a deadline a slow machine changes
+# nothing; without a database a run does not depend on the one before it, and a failure prints the
+# blob that reproduces it.
+hypothesis.settings.register_profile(
+    "addlora", deadline=None, max_examples=100, database=None, print_blob=True
+)
+hypothesis.settings.register_profile(
+    "ci", hypothesis.settings.get_profile("addlora"), derandomize=True
+)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "addlora")
+
+
+@pytest.fixture(autouse=True)
+def in_a_temporary_directory(tmp_path, monkeypatch):
+    """MindSpore writes kernel_meta folders where it runs."""
+    monkeypatch.chdir(tmp_path)
