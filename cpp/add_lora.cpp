@@ -23,6 +23,9 @@ std::size_t dtype_bytes(DType dtype) {
 }
 
 bool TensorView::is_contiguous() const {
+  for (int i = 0; i < ndim; ++i) {
+    if (shape[i] == 0) return true;
+  }
   auto expected = static_cast<std::int64_t>(dtype_bytes(dtype));
   for (int i = ndim - 1; i >= 0; --i) {
     if (shape[i] != 1 && strides[i] != expected) return false;

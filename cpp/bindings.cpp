@@ -3,7 +3,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <unistd.h>
+
 #include <array>
+#include <memory>
 #include <optional>
 #include <string>
 
@@ -47,6 +50,34 @@ void raise_if_refused(const Status& status) {
   throw py::error_already_set();
 }
 
+std::string type_name(const py::object& object) {
+  return py::cast<std::string>(py::type::of(object).attr("__qualname__"));
+}
+
+// Runs without the interpreter lock. Not by py::gil_scoped_release: where the interpreter ends meanwhile, taking the
+// lock back ends this thread by unwinding it, which must not begin in a destructor.
+template <class Work>
+void without_gil(const Work& work) {
+  PyThreadState* const state = PyEval_SaveThread();
+  const auto take_back = [state] {
+#if PY_VERSION_HEX < 0x030D0000
+    const bool ending = _Py_IsFinalizing() != 0;
+#else
+    const bool ending = Py_IsFinalizing() != 0;
+#endif
+    // A daemon thread at the end of the program: nothing of Python may be touched any more, so it stays here.
+    while (ending) pause();
+    PyEval_RestoreThread(state);
+  };
+  try {
+    work();
+  } catch (...) {
+    take_back();
+    throw;
+  }
+  take_back();
+}
+
 // An argument that is a numpy array, and its view; or None.
 class Array {
  public:
@@ -54,8 +85,7 @@ class Array {
   Array(const char* name, const py::object& object) {
     if (object.is_none()) return;
     if (!py::isinstance<py::array>(object)) {
-      throw py::type_error(std::string(name) + ": expected a numpy.ndarray or None, got " +
-                           py::cast<std::string>(py::type::of(object).attr("__qualname__")));
+      throw py::type_error(std::string(name) + ": expected a numpy.ndarray or None, got " + type_name(object));
     }
     array_ = py::reinterpret_borrow<py::array>(object);
     fill();
@@ -75,6 +105,8 @@ class Array {
     if (view_.dtype == DType::kOther) {
       name_ = std::make_shared<std::string>(py::cast<std::string>(py::str(py::handle(dtype))));
       view_.other_dtype = name_->c_str();
+      // MindSpore registers a bfloat16 of its own with numpy, beside that of ml_dtypes.
+      if (*name_ == "bfloat16" && dtype.itemsize() == 2) view_.dtype = DType::kBFloat16;
     }
     view_.data = const_cast<void*>(array.data());
     view_.ndim = static_cast<int>(array.ndim());
@@ -102,13 +134,15 @@ class Array {
 };
 
 std::int64_t integer(const char* name, const py::object& object) {
-  const bool is_bool = PyBool_Check(object.ptr()) != 0;
-  if (is_bool || PyIndex_Check(object.ptr()) == 0) {
-    throw py::type_error(std::string(name) + ": expected an integer, got " +
-                         py::cast<std::string>(py::type::of(object).attr("__qualname__")));
+  // An array of one element has an index too, and numpy's bool had one.
+  const bool is_integer = PyIndex_Check(object.ptr()) != 0 && PyBool_Check(object.ptr()) == 0 &&
+                          !py::isinstance<py::array>(object);
+  const py::object index =
+      is_integer ? py::reinterpret_steal<py::object>(PyNumber_Index(object.ptr())) : py::object();
+  if (!index) {
+    PyErr_Clear();
+    throw py::type_error(std::string(name) + ": expected an integer, got " + type_name(object));
   }
-  const py::object index = py::reinterpret_steal<py::object>(PyNumber_Index(object.ptr()));
-  if (!index) throw py::error_already_set();
   const long long value = PyLong_AsLongLong(index.ptr());
   if (value == -1 && PyErr_Occurred() != nullptr) {
     PyErr_Clear();
@@ -125,8 +159,7 @@ double real(const char* name, const py::object& object) {
   if (value == -1.0 && PyErr_Occurred() != nullptr) {
     if (PyErr_ExceptionMatches(PyExc_TypeError) == 0) throw py::error_already_set();
     PyErr_Clear();
-    throw py::type_error(std::string(name) + ": expected a real number, got " +
-                         py::cast<std::string>(py::type::of(object).attr("__qualname__")));
+    throw py::type_error(std::string(name) + ": expected a real number, got " + type_name(object));
   }
   return value;
 }
@@ -152,6 +185,9 @@ Rounding rounding_of(const py::object& object) {
 
 const Backend& backend_of(const py::object& object) {
   if (object.is_none()) return cpu_backend();
+  if (PyUnicode_Check(object.ptr()) != 0 && PyUnicode_CompareWithASCIIString(object.ptr(), "aclnn") == 0) {
+    throw py::value_error("backend: \"aclnn\" is not available: this version has no NPU backend");
+  }
   return *one_of<const Backend*, 1>("backend", object, {{{"cpu", &cpu_backend()}}});
 }
 
@@ -207,10 +243,7 @@ py::object add_lora_call(const py::object& y, const py::object& x, const py::obj
                       rounding);
   if (out.is_none()) arguments.allocate_out();
   Status status;
-  {
-    const py::gil_scoped_release release;
-    status = add_lora(arguments.problem, *arguments.backend);
-  }
+  without_gil([&] { status = add_lora(arguments.problem, *arguments.backend); });
   raise_if_refused(status);
   return arguments.out.object();
 }
@@ -252,9 +285,10 @@ class Executor {
     ++runs_;
     Status status;
     try {
-      const py::gil_scoped_release release;
-      status = check_indices(arguments_->problem);
-      if (status.ok()) execution_->run(buffer.view.buf, nullptr);
+      without_gil([&] {
+        status = check_indices(arguments_->problem);
+        if (status.ok()) execution_->run(buffer.view.buf, nullptr);
+      });
     } catch (...) {
       --runs_;
       throw;
@@ -270,8 +304,7 @@ class Executor {
     explicit Buffer(const py::object& object) {
       if (object.is_none()) return;
       if (PyObject_CheckBuffer(object.ptr()) == 0) {
-        throw py::type_error("workspace: expected a writable buffer or None, got " +
-                             py::cast<std::string>(py::type::of(object).attr("__qualname__")));
+        throw py::type_error("workspace: expected a writable buffer or None, got " + type_name(object));
       }
       if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_WRITABLE) == 0) return;
       PyErr_Clear();
@@ -312,8 +345,7 @@ void execute(const py::object& workspace, const py::object& executor, const py::
     raise_if_refused(refuse("executor_given", "executor", "the one that add_lora_get_workspace_size returned", "None"));
   }
   if (!py::isinstance<Executor>(executor)) {
-    throw py::type_error("executor: expected an Executor, got " +
-                         py::cast<std::string>(py::type::of(executor).attr("__qualname__")));
+    throw py::type_error("executor: expected an Executor, got " + type_name(executor));
   }
   executor.cast<Executor&>().execute(workspace, stream);
 }

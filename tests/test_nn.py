@@ -81,11 +81,14 @@ def test_a_fresh_cell_adds_nothing(mode):
     assert np.abs(cell.lora_a.asnumpy()).max() > 0, "A must not begin at zero: nothing could learn"
 
 
-@pytest.mark.parametrize("source", [np.float16, np.float64, ml_dtypes.bfloat16, "tensor"])
+@pytest.mark.parametrize("source", [np.float16, np.float64, ml_dtypes.bfloat16, "tensor", "bfloat16 tensor"])
 def test_any_float_dtype_is_taken(source):
     a, b = draw(2, 24).round(1), draw(16, 2).round(1)
     cell, other = cell_of(), cell_of()
-    if source == "tensor":
+    if source == "bfloat16 tensor":
+        a, b = (v.astype(ml_dtypes.bfloat16).astype(np.float32) for v in (a, b))
+        cell.set_adapter(0, Tensor(a, ms.bfloat16), Tensor(b, ms.bfloat16), 0.5)
+    elif source == "tensor":
         cell.set_adapter(0, Tensor(a), Tensor(b), 0.5)
     else:
         cell.set_adapter(0, a.astype(source), b.astype(source), 0.5)
@@ -93,6 +96,15 @@ def test_any_float_dtype_is_taken(source):
     other.set_adapter(0, a, b, 0.5)
     assert bits(cell.lora_a[0]) == bits(other.lora_a[0])
     assert bits(cell.lora_b[0]) == bits(other.lora_b[0])
+
+
+def test_a_numpy_view_of_a_bfloat16_tensor_goes_through_raw():
+    y, x, b, a = (Tensor(draw(*shape), ms.bfloat16) for shape in ((2, 16), (2, 24), (1, 1, 16, 8), (1, 1, 8, 24)))
+    indices = np.array([0, -1], np.int32)
+    from_raw = mal.raw.add_lora(
+        *(t.asnumpy() for t in (y, x, b)), indices, a.asnumpy(), limits="none"
+    )
+    assert from_raw.tobytes() == bits(mal.add_lora(y, x, b, Tensor(indices), a))
 
 
 def test_layers_are_apart_and_clearing_empties_all(mode):

@@ -16,7 +16,7 @@ from mindspore import Parameter, Tensor
 
 Array = npt.NDArray[Any]
 
-_FLOATS = (np.float16, np.float32, np.float64, ml_dtypes.bfloat16)
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def to_float32(name: str, value: Array | Tensor, dimensions: int = 2) -> npt.NDArray[np.float32]:
@@ -24,10 +24,12 @@ def to_float32(name: str, value: Array | Tensor, dimensions: int = 2) -> npt.NDA
     array = value.asnumpy() if isinstance(value, Tensor) else value
     if not isinstance(array, np.ndarray):
         raise TypeError(f"{name}: expected a numpy.ndarray or a Tensor, got {type(value).__name__}")
-    if array.dtype not in _FLOATS:
+    if array.dtype.name not in _FLOATS:
         raise TypeError(f"{name}: expected a float dtype, got {array.dtype}")
     if array.ndim != dimensions:
         raise ValueError(f"{name}: expected {dimensions} dimensions, got shape {list(array.shape)}")
+    if array.dtype.name == "bfloat16":  # MindSpore registers another one with numpy, and casts between them are few
+        array = array.view(ml_dtypes.bfloat16)
     return array.astype(np.float32)
 
 
@@ -58,6 +60,8 @@ def prepare_adapter(
         raise ValueError(f"b: expected [{h2}, {r}], r as a has, got shape {list(b32.shape)}")
     if not math.isfinite(scaling):
         raise ValueError(f"scaling: expected a finite number, got {scaling}")
+    if np.dtype(dtype).name == "bfloat16":
+        dtype = ml_dtypes.bfloat16
     a_block = np.zeros((rank, h1), dtype)
     b_block = np.zeros((h2, rank), dtype)
     with np.errstate(over="ignore"):  # looked for below
@@ -74,4 +78,7 @@ def prepare_adapter(
 
 def write_block(parameter: Parameter, slot: int, layer: int, block: Array) -> None:
     """Writes one slot of one layer in place. On the CPU a Tensor's numpy view shares its memory."""
-    parameter.asnumpy()[slot, layer] = block
+    bank = parameter.asnumpy()
+    if bank.dtype.name == "bfloat16":
+        bank = bank.view(ml_dtypes.bfloat16)
+    bank[slot, layer] = block
