@@ -33,7 +33,9 @@ class Projection(nn.Cell):
     def __init__(self, weight: np.ndarray, bias: np.ndarray, rank: int, dtype: ms.Type) -> None:
         super().__init__()
         out_features, in_features = weight.shape
-        self.dense = nn.Dense(in_features, out_features, weight_init=Tensor(weight), bias_init=Tensor(bias))
+        self.dense = nn.Dense(
+            in_features, out_features, weight_init=Tensor(weight), bias_init=Tensor(bias)
+        )
         self.lora = mal.nn.AddLora(in_features, out_features, rank, len(ADAPTERS), dtype=dtype)
         self.dtype = dtype
 
@@ -98,10 +100,14 @@ def run(projection: str, dtype: ms.Type, mode: int, stored: dict[str, np.ndarray
             cell.lora.clear_adapter(slot)
 
     names = [str(name) for name in stored["adapter_names"]]
-    indices = np.array([ADAPTERS.index(name) if name in ADAPTERS else NONE for name in names], np.int32)
+    indices = np.array(
+        [ADAPTERS.index(name) if name in ADAPTERS else NONE for name in names], np.int32
+    )
     result = cell(Tensor(x), Tensor(indices)).asnumpy().astype(np.float64)
 
-    print(f"\n{projection}, {str(dtype).lower()}, {'GRAPH_MODE' if mode == ms.GRAPH_MODE else 'PyNative'}")
+    print(
+        f"\n{projection}, {str(dtype).lower()}, {'GRAPH_MODE' if mode == ms.GRAPH_MODE else 'PyNative'}"
+    )
     print(f"{'row':>4}  {'adapter':<12} {'from PEFT':>10} {'of reach':>9} {'moved by':>10}")
     good = True
     for row, name in enumerate(names):

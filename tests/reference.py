@@ -56,7 +56,7 @@ def make_problem(
     h3: int = 48,
     r: int = 16,
     w: int = 4,
-    l: int = 2,  # noqa: E741 (the L of the weights' shape)
+    l: int = 2,
     dtype: Any = np.float16,
     with_a: bool = True,
     indices: str | Array = "mixed",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ml_dtypes
 import mindspore as ms
 import mindspore_addlora as mal
+import ml_dtypes
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
@@ -81,7 +81,9 @@ def test_a_fresh_cell_adds_nothing(mode):
     assert np.abs(cell.lora_a.asnumpy()).max() > 0, "A must not begin at zero: nothing could learn"
 
 
-@pytest.mark.parametrize("source", [np.float16, np.float64, ml_dtypes.bfloat16, "tensor", "bfloat16 tensor"])
+@pytest.mark.parametrize(
+    "source", [np.float16, np.float64, ml_dtypes.bfloat16, "tensor", "bfloat16 tensor"]
+)
 def test_any_float_dtype_is_taken(source):
     a, b = draw(2, 24).round(1), draw(16, 2).round(1)
     cell, other = cell_of(), cell_of()
@@ -99,7 +101,10 @@ def test_any_float_dtype_is_taken(source):
 
 
 def test_a_numpy_view_of_a_bfloat16_tensor_goes_through_raw():
-    y, x, b, a = (Tensor(draw(*shape), ms.bfloat16) for shape in ((2, 16), (2, 24), (1, 1, 16, 8), (1, 1, 8, 24)))
+    y, x, b, a = (
+        Tensor(draw(*shape), ms.bfloat16)
+        for shape in ((2, 16), (2, 24), (1, 1, 16, 8), (1, 1, 8, 24))
+    )
     indices = np.array([0, -1], np.int32)
     from_raw = mal.raw.add_lora(
         *(t.asnumpy() for t in (y, x, b)), indices, a.asnumpy(), limits="none"
@@ -123,26 +128,76 @@ def test_an_offset_and_leading_dimensions(mode):
     cell = cell_of(y_offset=4, scale=2.0)
     cell.set_adapter(0, np.ones((1, 24), np.float32), np.ones((16, 1), np.float32))
     y = np.zeros((2, 3, 24), np.float32)
-    out = cell(Tensor(y), Tensor(np.ones((2, 3, 24), np.float32)), Tensor(np.array([-1, 0], np.int32)))
+    out = cell(
+        Tensor(y), Tensor(np.ones((2, 3, 24), np.float32)), Tensor(np.array([-1, 0], np.int32))
+    )
     expected = y.copy()
     expected[1, :, 4:20] = 48.0
     assert np.array_equal(out.asnumpy(), expected)
 
 
 REFUSALS = {
-    "slot too high": (lambda c: c.set_adapter(3, draw(2, 24), draw(16, 2)), ValueError, "slot: expected 0 <= slot < 3, got 3"),
-    "slot negative": (lambda c: c.set_adapter(-1, draw(2, 24), draw(16, 2)), ValueError, "slot: .*got -1"),
-    "slot not an integer": (lambda c: c.set_adapter(1.0, draw(2, 24), draw(16, 2)), TypeError, "slot: .*float"),
-    "layer too high": (lambda c: c.set_adapter(0, draw(2, 24), draw(16, 2), layer_idx=1), ValueError, "layer_idx: .*got 1"),
-    "rank too high": (lambda c: c.set_adapter(0, draw(9, 24), draw(16, 9)), ValueError, r"a: .*r <= 8.*\[9, 24\]"),
-    "rank zero": (lambda c: c.set_adapter(0, draw(0, 24), draw(16, 0)), ValueError, r"a: .*\[0, 24\]"),
-    "a too narrow": (lambda c: c.set_adapter(0, draw(2, 23), draw(16, 2)), ValueError, r"a: .*24.*\[2, 23\]"),
-    "b of another rank": (lambda c: c.set_adapter(0, draw(2, 24), draw(16, 3)), ValueError, r"b: expected \[16, 2\].*\[16, 3\]"),
-    "b too short": (lambda c: c.set_adapter(0, draw(2, 24), draw(15, 2)), ValueError, r"b: expected \[16, 2\].*\[15, 2\]"),
-    "three dimensions": (lambda c: c.set_adapter(0, draw(1, 2, 24), draw(16, 2)), ValueError, r"a: .*\[1, 2, 24\]"),
-    "integers": (lambda c: c.set_adapter(0, np.ones((2, 24), int), draw(16, 2)), TypeError, "a: .*int64"),
+    "slot too high": (
+        lambda c: c.set_adapter(3, draw(2, 24), draw(16, 2)),
+        ValueError,
+        "slot: expected 0 <= slot < 3, got 3",
+    ),
+    "slot negative": (
+        lambda c: c.set_adapter(-1, draw(2, 24), draw(16, 2)),
+        ValueError,
+        "slot: .*got -1",
+    ),
+    "slot not an integer": (
+        lambda c: c.set_adapter(1.0, draw(2, 24), draw(16, 2)),
+        TypeError,
+        "slot: .*float",
+    ),
+    "layer too high": (
+        lambda c: c.set_adapter(0, draw(2, 24), draw(16, 2), layer_idx=1),
+        ValueError,
+        "layer_idx: .*got 1",
+    ),
+    "rank too high": (
+        lambda c: c.set_adapter(0, draw(9, 24), draw(16, 9)),
+        ValueError,
+        r"a: .*r <= 8.*\[9, 24\]",
+    ),
+    "rank zero": (
+        lambda c: c.set_adapter(0, draw(0, 24), draw(16, 0)),
+        ValueError,
+        r"a: .*\[0, 24\]",
+    ),
+    "a too narrow": (
+        lambda c: c.set_adapter(0, draw(2, 23), draw(16, 2)),
+        ValueError,
+        r"a: .*24.*\[2, 23\]",
+    ),
+    "b of another rank": (
+        lambda c: c.set_adapter(0, draw(2, 24), draw(16, 3)),
+        ValueError,
+        r"b: expected \[16, 2\].*\[16, 3\]",
+    ),
+    "b too short": (
+        lambda c: c.set_adapter(0, draw(2, 24), draw(15, 2)),
+        ValueError,
+        r"b: expected \[16, 2\].*\[15, 2\]",
+    ),
+    "three dimensions": (
+        lambda c: c.set_adapter(0, draw(1, 2, 24), draw(16, 2)),
+        ValueError,
+        r"a: .*\[1, 2, 24\]",
+    ),
+    "integers": (
+        lambda c: c.set_adapter(0, np.ones((2, 24), int), draw(16, 2)),
+        TypeError,
+        "a: .*int64",
+    ),
     "a list": (lambda c: c.set_adapter(0, [[1.0] * 24], draw(16, 1)), TypeError, "a: .*list"),
-    "scaling not finite": (lambda c: c.set_adapter(0, draw(2, 24), draw(16, 2), float("nan")), ValueError, "scaling: .*nan"),
+    "scaling not finite": (
+        lambda c: c.set_adapter(0, draw(2, 24), draw(16, 2), float("nan")),
+        ValueError,
+        "scaling: .*nan",
+    ),
     "cleared slot too high": (lambda c: c.clear_adapter(3), ValueError, "slot: .*got 3"),
     "cleared slot negative": (lambda c: c.clear_adapter(-1), ValueError, "slot: .*got -1"),
 }

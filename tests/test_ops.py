@@ -5,9 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import ml_dtypes
 import mindspore as ms
 import mindspore_addlora as mal
+import ml_dtypes
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, mutable, nn
@@ -29,7 +29,7 @@ class Arrays:
 
     def __init__(self, dtype=np.float32, w=4, layers=2, h1=24, h2=16, h3=20, r=6):
         rng = np.random.default_rng(7)
-        draw = lambda *shape: rng.standard_normal(shape, dtype=np.float32).astype(dtype)  # noqa: E731
+        draw = lambda *shape: rng.standard_normal(shape, dtype=np.float32).astype(dtype)
         self.indices = np.array([2, -1, 0, 3, w, 2, 0], np.int32)
         self.y, self.x = draw(7, h3), draw(7, h1)
         self.a, self.b = draw(w, layers, r, h1), draw(w, layers, h2, r)
@@ -49,9 +49,7 @@ class Model(nn.Cell):
         self.b = Parameter(Tensor(arrays.b), name="b")
 
     def construct(self, y, x, indices, layer_idx=1, scale=0.5, y_offset=4, y_slice_size=-1):
-        return mal.add_lora(
-            y, x, self.b, indices, self.a, layer_idx, scale, y_offset, y_slice_size
-        )
+        return mal.add_lora(y, x, self.b, indices, self.a, layer_idx, scale, y_offset, y_slice_size)
 
 
 def bits(array: np.ndarray) -> bytes:
@@ -137,7 +135,9 @@ def test_leading_dimensions(mode, shape, per):
         arrays.indices = rng.integers(-1, 5, rows).astype(np.int32)
         indices = arrays.indices.reshape(shape) if per == "token" else arrays.indices
     arrays.y, arrays.x = y, x
-    out = Model(arrays)(Tensor(y.reshape(*shape, 20)), Tensor(x.reshape(*shape, 24)), Tensor(indices))
+    out = Model(arrays)(
+        Tensor(y.reshape(*shape, 20)), Tensor(x.reshape(*shape, 24)), Tensor(indices)
+    )
     assert out.shape == (*shape, 20)
     assert bits(out.asnumpy()) == bits(arrays.expected())
 
@@ -174,13 +174,29 @@ def test_base_rows_keep_their_bits(mode):
 
 # Each breaks one rule: what is replaced, and what the message must say.
 REFUSALS = {
-    "y is not wide enough": ({"y": np.zeros((7, 12), np.float32)}, 561002, ["weight_b", "12", "16"]),
+    "y is not wide enough": (
+        {"y": np.zeros((7, 12), np.float32)},
+        561002,
+        ["weight_b", "12", "16"],
+    ),
     "x has other rows": ({"x": np.zeros((6, 24), np.float32)}, 561002, ["x", "[7, 20]", "[6, 24]"]),
     "x has another width": ({"x": np.zeros((7, 25), np.float32)}, 561002, ["weight_a", "25", "24"]),
-    "x has another dtype": ({"x": np.zeros((7, 24), np.float16)}, 161002, ["x", "float32", "float16"]),
-    "an unsupported dtype": ({"y": np.zeros((7, 20), np.float64)}, 161002, ["y", "float32", "float64"]),
+    "x has another dtype": (
+        {"x": np.zeros((7, 24), np.float16)},
+        161002,
+        ["x", "float32", "float16"],
+    ),
+    "an unsupported dtype": (
+        {"y": np.zeros((7, 20), np.float64)},
+        161002,
+        ["y", "float32", "float64"],
+    ),
     "too few indices": ({"indices": np.zeros(6, np.int32)}, 561002, ["indices", "[7, 20]", "[6]"]),
-    "float indices": ({"indices": np.zeros(7, np.float32)}, 161002, ["indices", "int32", "float32"]),
+    "float indices": (
+        {"indices": np.zeros(7, np.float32)},
+        161002,
+        ["indices", "int32", "float32"],
+    ),
     "layer too high": ({"layer_idx": 2}, 561002, ["layer_idx", "L = 2", "got 2"]),
     "layer negative": ({"layer_idx": -1}, 561002, ["layer_idx", "got -1"]),
     "offset too high": ({"y_offset": 5}, 561002, ["y_offset", "20 - 16", "got 5"]),

@@ -28,7 +28,9 @@ def to_float32(name: str, value: Array | Tensor, dimensions: int = 2) -> npt.NDA
         raise TypeError(f"{name}: expected a float dtype, got {array.dtype}")
     if array.ndim != dimensions:
         raise ValueError(f"{name}: expected {dimensions} dimensions, got shape {list(array.shape)}")
-    if array.dtype.name == "bfloat16":  # MindSpore registers another one with numpy, and casts between them are few
+    if (
+        array.dtype.name == "bfloat16"
+    ):  # MindSpore registers another one with numpy, and casts between them are few
         array = array.view(ml_dtypes.bfloat16)
     return array.astype(np.float32)
 
@@ -55,7 +57,9 @@ def prepare_adapter(
     a32, b32 = to_float32("a", a), to_float32("b", b)
     r = a32.shape[0]
     if not 1 <= r <= rank or a32.shape[1] != h1:
-        raise ValueError(f"a: expected [r, {h1}] with 1 <= r <= {rank}, got shape {list(a32.shape)}")
+        raise ValueError(
+            f"a: expected [r, {h1}] with 1 <= r <= {rank}, got shape {list(a32.shape)}"
+        )
     if b32.shape != (h2, r):
         raise ValueError(f"b: expected [{h2}, {r}], r as a has, got shape {list(b32.shape)}")
     if not math.isfinite(scaling):

@@ -181,7 +181,9 @@ class AddLora(nn.Cell):
         _bank.check_slot("slot", slot, self.num_adapters)
         for layer in range(self.num_layers):
             for parameter in (self.lora_a, self.lora_b):
-                _bank.write_block(parameter, slot, layer, np.zeros(parameter.shape[2:], self._numpy_dtype()))
+                _bank.write_block(
+                    parameter, slot, layer, np.zeros(parameter.shape[2:], self._numpy_dtype())
+                )
 
     def _numpy_dtype(self) -> np.dtype[Any]:
         return self.lora_a.asnumpy().dtype

@@ -21,7 +21,9 @@ def _custom_op(function: str, tensors: tuple[str, ...]) -> ops.Custom:
     registration = CustomRegOp(function)
     for position, name in enumerate(inputs):
         registration.input(position, name)
-    registration.output(0, "out").dtype_format(*[DataType.None_None] * (len(inputs) + 1)).target("CPU")
+    registration.output(0, "out").dtype_format(*[DataType.None_None] * (len(inputs) + 1)).target(
+        "CPU"
+    )
     return ops.Custom(
         f"{_core.__file__}:{function}",
         out_shape=None,  # inferred by the library's own <function>InferShape
@@ -67,11 +69,17 @@ def check_call(
     """
     if y_shape is None or x_shape is None or b_shape is None or indices_shape is None:
         return True  # not even the rank is known
-    for name, value in (("layer_idx", layer_idx), ("y_offset", y_offset), ("y_slice_size", y_slice_size)):
+    for name, value in (
+        ("layer_idx", layer_idx),
+        ("y_offset", y_offset),
+        ("y_slice_size", y_slice_size),
+    ):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
     if y_slice_size is None:
-        raise TypeError("y_slice_size: expected a constant, got a value that is not known when the graph is compiled")
+        raise TypeError(
+            "y_slice_size: expected a constant, got a value that is not known when the graph is compiled"
+        )
     _core.check_described(
         _describe(y_dtype, y_shape),
         _describe(x_dtype, x_shape),
@@ -169,5 +177,7 @@ def add_lora(
     )
     device_rounding = int(rounding == "device")
     if weight_a is None:
-        return _add_lora_expand(y, x, weight_b, indices, layer_idx, scale, y_offset, device_rounding)
+        return _add_lora_expand(
+            y, x, weight_b, indices, layer_idx, scale, y_offset, device_rounding
+        )
     return _add_lora(y, x, weight_b, indices, weight_a, layer_idx, scale, y_offset, device_rounding)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import numpy.typing as npt
 
 from . import _core
