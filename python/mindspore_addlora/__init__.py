@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 from . import _core, raw
 
 if TYPE_CHECKING:
-    from . import nn, ops
+    from . import nn, ops, peft
     from .nn import AddLora
     from .ops import add_lora
 
 __version__: str = _core.__version__
 
-__all__ = ["AddLora", "__version__", "add_lora", "nn", "ops", "raw"]
+__all__ = ["AddLora", "__version__", "add_lora", "nn", "ops", "peft", "raw"]
 
 # Name -> the module that has it; None where the name is a module itself.
-_LAZY = {"nn": None, "ops": None, "AddLora": "nn", "add_lora": "ops"}
+_LAZY = {"nn": None, "ops": None, "peft": None, "AddLora": "nn", "add_lora": "ops"}
 
 
 def __getattr__(name: str) -> Any:
