@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sys
+from pathlib import Path
 
 import hypothesis
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "emulated_cann"))
 
 # Examples are bounded so that the suite stays short. Without a deadline a slow machine changes
 # nothing; without a database a run does not depend on the one before it, and a failure prints the
@@ -23,3 +28,14 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "addlora")
 def in_a_temporary_directory(tmp_path, monkeypatch):
     """MindSpore writes kernel_meta folders where it runs."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def emulated_cann_build(tmp_path_factory):
+    """The folder of the emulated CANN, built once; EMU_BUILD_DIR keeps it between runs."""
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is missing")
+    import emulated_cann
+
+    folder = os.environ.get("EMU_BUILD_DIR") or tmp_path_factory.mktemp("emulated_cann")
+    return emulated_cann.build(folder)
