@@ -33,6 +33,8 @@ class Backend {
   virtual ~Backend() = default;
   virtual const char* name() const = 0;
   virtual BackendInfo info() const = 0;
+  // Whether it runs on an NPU, whose limits cannot be lifted.
+  virtual bool is_device() const = 0;
   // The dtypes that y, x, the weights and out may have here, for rules and messages.
   virtual bool supports(DType dtype) const = 0;
   virtual const char* supported_dtypes() const = 0;

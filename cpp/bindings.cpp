@@ -10,6 +10,8 @@
 #include <optional>
 #include <string>
 
+#include "aclnn/aclnn_backend.hpp"
+#include "aclnn/cann.hpp"
 #include "add_lora.hpp"
 #include "backend.hpp"
 #include "cpu/cpu_backend.hpp"
@@ -27,6 +29,7 @@ using namespace addlora;
 // Made once, and never released: they live as long as the interpreter.
 struct PythonObjects {
   py::object add_lora_error;
+  py::object acl_error;
   py::object bfloat16;
   int bfloat16_num;
 };
@@ -37,7 +40,8 @@ const PythonObjects& objects() {
       .call_once_and_store_result([] {
         py::object bfloat16 = py::dtype::from_args(py::module_::import("ml_dtypes").attr("bfloat16"));
         const int num = py::cast<int>(bfloat16.attr("num"));
-        return PythonObjects{py::module_::import("mindspore_addlora._errors").attr("AddLoraError"), bfloat16, num};
+        const py::module_ errors = py::module_::import("mindspore_addlora._errors");
+        return PythonObjects{errors.attr("AddLoraError"), errors.attr("AclError"), bfloat16, num};
       })
       .get_stored();
 }
@@ -185,10 +189,7 @@ Rounding rounding_of(const py::object& object) {
 
 const Backend& backend_of(const py::object& object) {
   if (object.is_none()) return cpu_backend();
-  if (PyUnicode_Check(object.ptr()) != 0 && PyUnicode_CompareWithASCIIString(object.ptr(), "aclnn") == 0) {
-    throw py::value_error("backend: \"aclnn\" is not available: this version has no NPU backend");
-  }
-  return *one_of<const Backend*, 1>("backend", object, {{{"cpu", &cpu_backend()}}});
+  return *one_of<const Backend*, 2>("backend", object, {{{"cpu", &cpu_backend()}, {"aclnn", &aclnn_backend()}}});
 }
 
 // A call's arguments, kept alive with the views and the Problem that refers to them.
@@ -410,6 +411,15 @@ std::optional<std::string> last_kernel_set_name() {
 PYBIND11_MODULE(_core, module) {
   module.doc() = "The C++ core of mindspore_addlora. Use mindspore_addlora.raw, which documents it.";
   module.attr("__version__") = ADDLORA_VERSION;
+
+  py::register_local_exception_translator([](std::exception_ptr thrown) {
+    try {
+      if (thrown) std::rethrow_exception(thrown);
+    } catch (const aclnn::Error& error) {
+      const py::object& type = objects().acl_error;
+      PyErr_SetObject(type.ptr(), type(error.code(), error.what()).ptr());
+    }
+  });
 
   py::class_<Executor>(module, "Executor", "A planned call: made by add_lora_get_workspace_size.")
       .def("set_repeatable", &Executor::set_repeatable,

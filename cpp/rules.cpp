@@ -33,6 +33,8 @@ std::vector<Rule> make_rules() {
       {"h1_width", "x", "H1 " + width + " where weight_a is given", Code::kShape, true},
       {"h2_width", "weight_b", "H2 " + width, Code::kShape, true},
       {"h3_width", "y", "H3 " + width, Code::kShape, true},
+      {"device_limits", "limits", "\"npu\" on the aclnn backend: the device has them", Code::kInvalid, false},
+      {"device_bank", "weight_b, weight_a", "fewer than 2^32 elements on the aclnn backend", Code::kShape, false},
       {"out_shape", "out", "the shape of y", Code::kShape, false},
       {"out_memory", "out", "writable and C-contiguous", Code::kInvalid, false},
       {"out_overlap", "out", "y itself (the same data, shape and strides), or apart from every input", Code::kInvalid,
@@ -198,6 +200,24 @@ Status check_limits(const Problem& p) {
   return {};
 }
 
+// What only the device asks for. A bank that is too large would be addressed wrongly there, without an error.
+Status check_device(const Problem& p) {
+  if (p.limits == Limits::kNone) {
+    return refuse("device_limits", "limits", "\"npu\" on backend aclnn (its limits are the device's own)", "\"none\"");
+  }
+  const Sizes n = sizes_of(p);
+  const struct {
+    const char* name;
+    std::int64_t elements;
+  } banks[] = {{"weight_b", n.w * n.l * n.h2 * n.r}, {"weight_a", p.weight_a == nullptr ? 0 : n.w * n.l * n.r * n.h1}};
+  for (const auto& bank : banks) {
+    if (bank.elements >= kMaxDeviceBank) {
+      return refuse("device_bank", bank.name, "fewer than 2^32 elements on backend aclnn", to_string(bank.elements));
+    }
+  }
+  return {};
+}
+
 bool same_memory(const TensorView& a, const TensorView& b) {
   if (a.data != b.data || a.ndim != b.ndim) return false;
   for (int i = 0; i < a.ndim; ++i) {
@@ -239,6 +259,7 @@ Status check_description(const Problem& p, const Backend& backend) {
   if (status.ok()) status = check_shapes(p);
   if (status.ok()) status = check_scalars(p);
   if (status.ok()) status = check_limits(p);
+  if (status.ok() && backend.is_device()) status = check_device(p);
   return status;
 }
 

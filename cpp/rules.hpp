@@ -15,6 +15,8 @@ inline constexpr std::int64_t kMaxRank = 128;
 inline constexpr std::int64_t kMaxAdapters = 32;
 inline constexpr std::int64_t kMaxLayers = 32;
 inline constexpr std::int64_t kMaxWidth = 131072;
+// The device addresses a bank with 32-bit offsets.
+inline constexpr std::int64_t kMaxDeviceBank = std::int64_t{1} << 32;
 
 struct Rule {
   std::string name;

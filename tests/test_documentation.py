@@ -31,7 +31,7 @@ def test_the_table_of_rules_is_the_code_s():
 
 
 def test_the_first_program_runs(tmp_path):
-    (program,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    program = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)[0]
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, timeout=300
     )
@@ -40,6 +40,20 @@ def test_the_first_program_runs(tmp_path):
     assert first > 0
     assert middle == 0, "the row in the middle is the base model's"
     assert last > 0
+
+
+def test_the_peft_snippet_runs():
+    program = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)[1]
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("8 5.65"), done.stdout  # 16 / sqrt(8): rsLoRA
 
 
 def test_the_errors_that_the_readme_shows():

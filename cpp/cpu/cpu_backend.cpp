@@ -318,6 +318,7 @@ class CpuBackend final : public Backend {
     return {true, {}, std::string("kernel set ") + selection.set->name};
   }
 
+  bool is_device() const override { return false; }
   bool supports(DType dtype) const override {
     return dtype == DType::kFloat16 || dtype == DType::kBFloat16 || dtype == DType::kFloat32;
   }

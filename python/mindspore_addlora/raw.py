@@ -99,7 +99,8 @@ def add_lora(
         y_offset (int): The first column that is added to.
         y_slice_size (int): -1 or H2.
         out (numpy.ndarray, optional): [B, H3], C-contiguous; y itself to work in place. Allocated where it is None.
-        backend (str, optional): "cpu", the default.
+        backend (str, optional): "cpu", the default, or "aclnn": the arrays are copied to the NPU, CANN's operator runs
+            there, and the result is copied back. float16, limits "npu", and the device's rounding.
         limits (str): "npu" enforces every limit of the NPU, so that what runs here runs there; "none" lifts the
             limits of size.
         rounding (str): "float32" computes in float32 and rounds once, at the end. "device" (float16) rounds where
@@ -111,11 +112,12 @@ def add_lora(
     Raises:
         AddLoraError: A rule was broken. Nothing has been written.
         TypeError: An argument is not of the type above.
-        ValueError: backend, limits or rounding has an unknown value.
+        ValueError: backend, limits or rounding has an unknown value, or the backend is not available here.
+        AclError: A call into CANN failed.
         OverflowError: An integer does not fit 64 bits.
 
     Supported Platforms:
-        ``CPU``
+        ``CPU`` ``Ascend`` (tested on an emulated CANN only)
 
     Examples:
         >>> import numpy as np
@@ -173,7 +175,7 @@ def add_lora_get_workspace_size(
         AddLoraError, TypeError, ValueError, OverflowError: as :func:`add_lora`.
 
     Supported Platforms:
-        ``CPU``
+        ``CPU`` ``Ascend`` (tested on an emulated CANN only)
 
     Examples:
         >>> import numpy as np
@@ -210,9 +212,10 @@ def add_lora_execute(workspace: Any, executor: Executor, stream: int | None = No
 
     Args:
         workspace (buffer): Any writable, C-contiguous buffer of at least the bytes that phase one returned, apart
-            from the tensors; its contents do not matter. None where that number is 0.
+            from the tensors; its contents do not matter. None where that number is 0. Not used on backend "aclnn",
+            where the executor owns the device memory.
         executor (Executor): What phase one returned.
-        stream (int, optional): Not used on the CPU.
+        stream (int, optional): Not used with numpy arrays.
 
     Raises:
         AddLoraError: 161001 for a missing workspace or executor; 161002 for a spent executor or a workspace that is
@@ -221,7 +224,7 @@ def add_lora_execute(workspace: Any, executor: Executor, stream: int | None = No
         TypeError: An argument is not of the type above.
 
     Supported Platforms:
-        ``CPU``
+        ``CPU`` ``Ascend`` (tested on an emulated CANN only)
     """
     _core.add_lora_execute(workspace, executor, stream)
 
@@ -234,10 +237,7 @@ def backends() -> dict[str, BackendInfo]:
         >>> raw.backends()["cpu"].available
         True
     """
-    return {
-        "cpu": BackendInfo(*_core.backend_info("cpu")),
-        "aclnn": BackendInfo(False, "this version has no NPU backend", ""),
-    }
+    return {name: BackendInfo(*_core.backend_info(name)) for name in ("cpu", "aclnn")}
 
 
 def kernel_sets() -> tuple[str, ...]:

@@ -1,0 +1,339 @@
+"""raw with backend="aclnn", on the emulated CANN: each scenario in a process of its own, as a library search is made once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import emulated_cann
+import pytest
+
+HERE = Path(__file__).resolve().parent
+
+PROLOGUE = f"""
+import sys
+sys.path[:0] = [{str(HERE)!r}, {str(HERE / "emulated_cann")!r}]
+import os
+import numpy as np
+import emulated_cann
+from mindspore_addlora import raw
+
+def control():
+    return emulated_cann.Control(os.environ["EMU_BUILD"])
+
+rng = np.random.default_rng(5)
+
+def problem(b=9, h1=64, h2=32, h3=80, r=16, w=4, layers=3):
+    draw = lambda *shape: rng.standard_normal(shape).astype(np.float16)
+    indices = (np.arange(b) % (w + 2) - 1).astype(np.int32)  # -1, every slot, W
+    return dict(y=draw(b, h3), x=draw(b, h1), weight_b=draw(w, layers, h2, r), indices=indices,
+                weight_a=draw(w, layers, r, h1) / np.float16(8))
+
+def near(result, expected):
+    # float32 sums in another order may fall to the other side of a rounding boundary of Z1, Z2 or d.
+    unit = np.spacing(np.abs(expected).astype(np.float16)).astype(np.float64)
+    scale = np.abs(expected.astype(np.float64)).max()
+    assert (np.abs(result.astype(np.float64) - expected.astype(np.float64)) <= 2 * unit + 2**-9 * scale).all()
+    assert np.mean(result == expected) > 0.9
+"""
+
+
+@pytest.fixture
+def run(emulated_cann_build, tmp_path):
+    def run_script(script, layout="newer", **environment):
+        settings = (
+            {} if layout is None else emulated_cann.toolkit_environment(emulated_cann_build, layout)
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", PROLOGUE + script],
+            env=os.environ | settings | {"EMU_BUILD": str(emulated_cann_build)} | environment,
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run_script
+
+
+@pytest.mark.parametrize("stream_mode", ["sync", "thread", "now"])
+@pytest.mark.parametrize("layout", ["newer", "older", "split"])
+def test_the_result_is_the_device_s_and_nothing_leaks(run, layout, stream_mode):
+    run(
+        """
+arguments = problem()
+options = dict(layer_idx=2, scale=0.5, y_offset=16)
+before = {name: value.copy() for name, value in arguments.items()}
+out = raw.add_lora(**arguments, **options, backend="aclnn")
+near(out, raw.add_lora(**arguments, **options, rounding="device"))
+none = (arguments["indices"] < 0) | (arguments["indices"] >= 4)
+assert none.sum() == 3 and out[none].tobytes() == arguments["y"][none].tobytes()
+for name, value in before.items():
+    assert value.tobytes() == arguments[name].tobytes(), name
+in_place = arguments["y"].copy()
+again = raw.add_lora(in_place, *[arguments[n] for n in ("x", "weight_b", "indices", "weight_a")],
+                     **options, out=in_place, backend="aclnn")
+assert again is in_place and again.tobytes() == out.tobytes()
+assert control().live() == 0, control().report()
+assert control().misuse() == 0 and control().guard_violations() == 0, control().misuse_log()
+""",
+        layout,
+        EMU_STREAM_MODE=stream_mode,
+    )
+
+
+def test_old_cann_refuses_minus_one_so_it_is_resolved(run):
+    run(
+        """
+arguments = problem()
+near(raw.add_lora(**arguments, backend="aclnn"), raw.add_lora(**arguments, rounding="device"))
+""",
+        "older",
+        EMU_CANN_VERSION="8.5.0",
+    )
+
+
+def test_without_weight_a_and_strided_inputs(run):
+    run(
+        """
+arguments = problem()
+arguments["x"] = np.asfortranarray(arguments["x"])[:, ::4]
+arguments["y"] = np.repeat(arguments["y"], 2, axis=1)[:, ::2]
+arguments["weight_a"] = None
+assert not arguments["x"].flags.c_contiguous and not arguments["y"].flags.c_contiguous
+near(raw.add_lora(**arguments, backend="aclnn"), raw.add_lora(**arguments, rounding="device"))
+arguments = problem()
+arguments["weight_b"] = np.ascontiguousarray(arguments["weight_b"].swapaxes(2, 3)).swapaxes(2, 3)
+arguments["weight_a"] = arguments["weight_a"][::-1]
+arguments["indices"] = np.repeat(arguments["indices"], 2)[::2]
+near(raw.add_lora(**arguments, backend="aclnn"), raw.add_lora(**arguments, rounding="device"))
+""",
+    )
+
+
+def test_rules_and_indices_are_checked_before_cann_sees_the_call(run):
+    run(
+        """
+def refused(code, words, **replaced):
+    arguments = problem() | replaced
+    calls = control().calls("aclnnAddLoraGetWorkspaceSize")
+    try:
+        raw.add_lora(**arguments, backend="aclnn")
+    except raw.AddLoraError as error:
+        assert error.code == code, error
+        for word in words:
+            assert word in str(error), error
+    else:
+        raise AssertionError("accepted")
+    assert control().calls("aclnnAddLoraGetWorkspaceSize") == calls
+    assert control().live() == 0
+
+refused(561002, ["indices", "W = 4", "5 in row 3"], indices=np.array([0, 1, 2, 5, 0, 0, 0, 0, 0], np.int32))
+refused(561002, ["layer_idx", "got 3"], layer_idx=3)
+refused(161002, ["limits", "aclnn", "none"], limits="none")
+refused(161002, ["y", "float16", "float32"], y=np.zeros((9, 80), np.float32))
+big = np.broadcast_to(np.float16(0), (32, 32, 131072, 128))
+refused(561002, ["weight_b", "2^32"], weight_b=big, y=np.zeros((9, 131072), np.float16),
+        weight_a=np.broadcast_to(np.float16(0), (32, 32, 128, 64)))
+assert raw.add_lora(**{k: v[:0] if k in "yxindices" else v for k, v in problem().items()}, backend="aclnn").shape == (0, 80)
+""",
+    )
+
+
+def test_two_phases(run):
+    run(
+        """
+arguments = problem()
+out = np.empty_like(arguments["y"])
+ordered = [arguments[n] for n in ("y", "x", "weight_b", "indices", "weight_a")]
+size, executor = raw.add_lora_get_workspace_size(*ordered, 1, 2.0, 48, 32, out, backend="aclnn")
+b, h1, h2, r, c = 9, 64, 32, 16, 16
+assert size == 16777216 + b * h1 * 2 + c * r * 2 + c * h2 * 2 + c * 12 + 1048576
+executor.set_repeatable()
+for _ in range(3):
+    arguments["x"][:] = rng.standard_normal(arguments["x"].shape)
+    arguments["indices"][:] = np.roll(arguments["indices"], 1)
+    raw.add_lora_execute(None, executor)
+    near(out, raw.add_lora(**arguments, layer_idx=1, scale=2.0, y_offset=48, rounding="device"))
+arguments["indices"][2] = 5
+kept = out.copy()
+try:
+    raw.add_lora_execute(None, executor)
+    raise AssertionError("accepted")
+except raw.AddLoraError as error:
+    assert error.code == 561002
+assert out.tobytes() == kept.tobytes()
+assert control().live() > 0
+del executor
+assert control().live() == 0
+size, executor = raw.add_lora_get_workspace_size(*ordered[:3], arguments["indices"] * 0, ordered[4], 0, 1.0, 0, -1, out, backend="aclnn")
+raw.add_lora_execute(None, executor)
+try:
+    raw.add_lora_execute(None, executor)
+    raise AssertionError("ran twice")
+except raw.AddLoraError as error:
+    assert error.code == 161002 and "spent" in str(error)
+""",
+    )
+
+
+FAILURES = [
+    "aclInit",
+    "aclnnInit",
+    "aclrtSetDevice",
+    "aclrtMalloc",
+    "aclrtMemcpy",
+    "aclrtCreateStream",
+    "aclrtSynchronizeStream",
+    "aclnnAddLoraGetWorkspaceSize",
+    "aclSetAclOpExecutorRepeatable",
+    "aclnnAddLora",
+    "aclnnAddLora.kernel",
+]
+
+
+@pytest.mark.parametrize("function", FAILURES)
+def test_a_failure_of_cann_has_its_code_and_text_and_leaks_nothing(run, function):
+    run(
+        f"""
+arguments = problem()
+out = np.full_like(arguments["y"], 7)
+control().fail({function!r}, 507015, "the reason of this test")
+try:
+    raw.add_lora(**arguments, out=out, backend="aclnn")
+    raise AssertionError("no failure")
+except raw.AclError as error:
+    assert error.code == 507015, error
+    assert "the reason of this test" in str(error), error
+assert (out == 7).all()
+assert control().live() == 0, control().report()
+near(raw.add_lora(**arguments, out=out, backend="aclnn"), raw.add_lora(**arguments, rounding="device"))
+assert control().live() == 0 and control().misuse() == 0, control().report()
+""",
+    )
+
+
+def test_every_allocation_and_copy_may_fail(run):
+    run(
+        """
+arguments = problem()
+for function in ("aclrtMalloc", "aclrtMemcpy", "aclCreateTensor"):
+    for nth in range(1, 6):
+        control().clear_failures()
+        control().fail(function, 207001, "out of device memory", nth=nth)
+        try:
+            raw.add_lora(**arguments, backend="aclnn")
+            raise AssertionError(f"{function} {nth}: no failure")
+        except raw.AclError:
+            pass
+        assert control().live() == 0, (function, nth, control().report())
+""",
+    )
+
+
+def test_somebody_else_has_initialised_cann(run):
+    run(
+        """
+import ctypes
+runtime = ctypes.CDLL(os.environ["ASCEND_HOME_PATH"] + "/lib64/libascendcl.so")
+assert runtime.aclInit(None) == 0
+arguments = problem()
+near(raw.add_lora(**arguments, backend="aclnn"), raw.add_lora(**arguments, rounding="device"))
+""",
+    )
+
+
+def test_two_threads(run):
+    run(
+        """
+import threading
+problems = [problem() for _ in range(2)]
+expected = [raw.add_lora(**p, rounding="device") for p in problems]
+errors = []
+def work(i):
+    try:
+        for _ in range(10):
+            near(raw.add_lora(**problems[i], backend="aclnn"), expected[i])
+    except BaseException as error:
+        errors.append(error)
+threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+[t.start() for t in threads]; [t.join() for t in threads]
+assert not errors, errors
+assert control().live() == 0 and control().misuse() == 0, control().misuse_log()
+""",
+        EMU_STREAM_MODE="thread",
+    )
+
+
+def test_where_the_operator_is_looked_for(run, emulated_cann_build, tmp_path):
+    custom = emulated_cann_build / "layouts" / "custom"
+    report = (
+        "raw.add_lora(**problem(), backend='aclnn'); print(control().last_library('aclnnAddLora'))"
+    )
+    home = str(emulated_cann_build / "layouts" / "newer")
+    assert "newer" in run(report) and "libopapi_math.so" in run(report)
+    assert "older" in run(report, "older") and "libopapi.so" in run(report, "older")
+
+    first, second = (str(custom / name) for name in ("first", "second"))
+    assert "first" in run(report, ASCEND_CUSTOM_OPP_PATH=f"{first}:{second}")
+    assert "second" in run(report, ASCEND_CUSTOM_OPP_PATH=f"{tmp_path}/nothing:{second}:{first}")
+
+    opp = tmp_path / "opp"
+    for name in ("first", "second"):
+        shutil.copytree(custom / name, opp / "vendors" / name)
+    (opp / "vendors" / "config.ini").write_text("load_priority=second,first\n")
+    assert "vendors/second" in run(report, ASCEND_OPP_PATH=str(opp))
+    assert "layouts/custom/first" in run(
+        report, ASCEND_OPP_PATH=str(opp), ASCEND_CUSTOM_OPP_PATH=first
+    )
+    assert home in run("print(raw.backends()['aclnn'].detail)")
+
+
+def test_half_an_installation_says_what_is_missing(run):
+    out = run(
+        """
+info = raw.backends()["aclnn"]
+assert not info.available
+print(info.reason)
+try:
+    raw.add_lora(**problem(), backend="aclnn")
+    raise AssertionError("ran")
+except ValueError as error:
+    assert info.reason in str(error)
+""",
+        "without_operator",
+    )
+    assert "aclnnAddLora not found" in out
+    assert "runtime not found" not in out
+
+
+def test_an_unsupported_soc_is_named(run):
+    out = run("print(raw.backends()['aclnn'])", EMU_SOC="Ascend910_9391")
+    assert "available=False" in out
+    assert "Ascend910_9391" in out
+
+
+@pytest.mark.parametrize("soc", ["Ascend910B2", "Ascend310P3"])
+def test_supported_socs(run, soc):
+    assert "available=True" in run("print(raw.backends()['aclnn'])", EMU_SOC=soc)
+
+
+def test_without_cann_it_explains_itself_and_nothing_else_changes(run):
+    out = run(
+        """
+assert not raw.backends()["aclnn"].available
+print(raw.backends()["aclnn"].reason)
+arguments = problem()
+assert raw.add_lora(**arguments).shape == (9, 80)
+""",
+        None,
+        LD_LIBRARY_PATH="",
+    )
+    for word in ("CANN's runtime not found", "libnnopbase.so not found", "aclnnAddLora not found"):
+        assert word in out
