@@ -3,12 +3,15 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <unistd.h>
+#include <pthread.h>
 
 #include <array>
+#include <atomic>
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 
 #include "aclnn/aclnn_backend.hpp"
 #include "aclnn/cann.hpp"
@@ -58,29 +61,45 @@ std::string type_name(const py::object& object) {
   return py::cast<std::string>(py::type::of(object).attr("__qualname__"));
 }
 
-// Runs without the interpreter lock. Not by py::gil_scoped_release: where the interpreter ends meanwhile, taking the
-// lock back ends this thread by unwinding it, which must not begin in a destructor.
-template <class Work>
-void without_gil(const Work& work) {
-  PyThreadState* const state = PyEval_SaveThread();
-  const auto take_back = [state] {
-#if PY_VERSION_HEX < 0x030D0000
-    const bool ending = _Py_IsFinalizing() != 0;
-#else
-    const bool ending = Py_IsFinalizing() != 0;
-#endif
-    // A daemon thread at the end of the program: nothing of Python may be touched any more, so it stays here.
-    while (ending) pause();
+// Calls that compute without the interpreter lock. A thread that asks for the lock back while the interpreter ends is
+// ended by unwinding its stack, which C++ frames may not allow; so the end waits for these calls (atexit), and calls
+// that begin after that keep the lock.
+class CallsWithoutLock {
+ public:
+  template <class Work>
+  void run(const Work& work) {
+    if (ending_) {
+      work();
+      return;
+    }
+    ++under_way_;
+    PyThreadState* const state = PyEval_SaveThread();
+    try {
+      work();
+    } catch (...) {
+      PyEval_RestoreThread(state);
+      --under_way_;
+      throw;
+    }
     PyEval_RestoreThread(state);
-  };
-  try {
-    work();
-  } catch (...) {
-    take_back();
-    throw;
+    --under_way_;
   }
-  take_back();
-}
+
+  void end() {
+    ending_ = true;
+    PyThreadState* const state = PyEval_SaveThread();
+    while (under_way_ > 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    PyEval_RestoreThread(state);
+  }
+
+  // The threads whose calls were under way do not exist in a child.
+  void forget() { under_way_ = 0; }
+
+ private:
+  std::atomic<int> under_way_{0};
+  std::atomic<bool> ending_{false};
+};
+CallsWithoutLock calls_without_lock;
 
 // An argument that is a numpy array, and its view; or None.
 class Array {
@@ -244,7 +263,7 @@ py::object add_lora_call(const py::object& y, const py::object& x, const py::obj
                       rounding);
   if (out.is_none()) arguments.allocate_out();
   Status status;
-  without_gil([&] { status = add_lora(arguments.problem, *arguments.backend); });
+  calls_without_lock.run([&] { status = add_lora(arguments.problem, *arguments.backend); });
   raise_if_refused(status);
   return arguments.out.object();
 }
@@ -286,7 +305,7 @@ class Executor {
     ++runs_;
     Status status;
     try {
-      without_gil([&] {
+      calls_without_lock.run([&] {
         status = check_indices(arguments_->problem);
         if (status.ok()) execution_->run(buffer.view.buf, nullptr);
       });
@@ -412,6 +431,9 @@ PYBIND11_MODULE(_core, module) {
   module.doc() = "The C++ core of mindspore_addlora. Use mindspore_addlora.raw, which documents it.";
   module.attr("__version__") = ADDLORA_VERSION;
 
+  py::module_::import("atexit").attr("register")(py::cpp_function([] { calls_without_lock.end(); }));
+  pthread_atfork(nullptr, nullptr, [] { calls_without_lock.forget(); });
+
   py::register_local_exception_translator([](std::exception_ptr thrown) {
     try {
       if (thrown) std::rethrow_exception(thrown);
@@ -430,6 +452,12 @@ PYBIND11_MODULE(_core, module) {
   module.def("add_lora_execute", &execute);
 
   module.def("check_described", &check_described);
+  module.def("refuse_width", [](const std::string& argument, const std::string& name, std::int64_t width) {
+    const std::string rule = name == "H1" ? "h1_width" : name == "H2" ? "h2_width" : "h3_width";
+    raise_if_refused(refuse(rule.c_str(), argument.c_str(),
+                            name + " a multiple of " + std::to_string(kMultiple) + " on the NPU",
+                            name + " = " + std::to_string(width)));
+  });
   module.def("rules", [] {
     py::list table;
     for (const Rule& rule : rules()) {

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
+import mindspore as ms
 import numpy as np
 import numpy.typing as npt
 from mindspore import Parameter, Tensor
@@ -81,7 +82,12 @@ def prepare_adapter(
 
 
 def write_block(parameter: Parameter, slot: int, layer: int, block: Array) -> None:
-    """Writes one slot of one layer in place. On the CPU a Tensor's numpy view shares its memory."""
+    """Writes one slot of one layer in place, so that a compiled graph sees it without a new one."""
+    if ms.get_context("device_target") == "Ascend":
+        # A view of the device's memory; nothing but the block is copied.
+        parameter[slot, layer].copy_(Tensor(block.astype(np.float32), parameter.dtype))
+        return
+    # On the CPU a Tensor's numpy view shares its memory.
     bank = parameter.asnumpy()
     if bank.dtype.name == "bfloat16":
         bank = bank.view(ml_dtypes.bfloat16)

@@ -68,7 +68,7 @@ class AddLora(nn.Cell):
         AddLoraError: A call breaks a rule of the operator (a ValueError, see ``mal.raw.LIMITS``).
 
     Supported Platforms:
-        ``CPU``
+        ``CPU`` ``Ascend`` (tested on an emulated CANN only)
 
     Examples:
         >>> import numpy as np

@@ -9,6 +9,7 @@ from mindspore.ops import CustomRegOp, DataType
 from mindspore.ops.primitive import constexpr
 
 from . import _core
+from .ascend import ops as ascend_ops
 
 __all__ = ["add_lora"]
 
@@ -142,7 +143,7 @@ def add_lora(
         TypeError: A scalar is not of the type above.
 
     Supported Platforms:
-        ``CPU``
+        ``CPU`` ``Ascend`` (tested on an emulated CANN only)
 
     Examples:
         >>> import numpy as np
@@ -175,6 +176,8 @@ def add_lora(
         y_slice_size,
         rounding,
     )
+    if ascend_ops.available():
+        return ascend_ops.add_lora(y, x, weight_b, indices, weight_a, layer_idx, scale, y_offset)
     device_rounding = int(rounding == "device")
     if weight_a is None:
         return _add_lora_expand(

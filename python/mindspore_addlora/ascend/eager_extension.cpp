@@ -67,7 +67,7 @@ void add_lora_in_place(const Tensor &y, const Tensor &x, const Tensor &weight_b,
 
 }  // namespace
 
-// The order of arguments is graph_extension.yaml's: one name serves both modes.
+// The order of arguments is graph_definition.cpp's: one name serves both modes.
 PYBIND11_MODULE(MS_EXTENSION_NAME, module) {
   namespace py = pybind11;
   module.def(

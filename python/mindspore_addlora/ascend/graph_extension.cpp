@@ -1,5 +1,5 @@
 // aclnnAddLora as one operator of MindSpore's graphs on Ascend. ms.ops.CustomOpBuilder builds it together with
-// eager_extension.cpp, from the definition in graph_extension.yaml. Unlike ops.Custom it can do without weight_a, copies y
+// eager_extension.cpp, with the definition in graph_definition.cpp. Unlike ops.Custom it can do without weight_a, copies y
 // by itself, and returns the result as its own output, so that nothing has to be made to depend on anything.
 #include <vector>
 
@@ -23,7 +23,7 @@ class AddLoraFuncImpl : public OpFuncImpl {
 
 namespace mindspore::kernel {
 
-// The positions of graph_extension.yaml.
+// The positions of graph_definition.cpp.
 enum AddLoraInput { kY, kX, kWeightB, kIndices, kLayerIdx, kScale, kYOffset, kYSliceSize, kWeightA };
 
 // A static graph plans while an input is still described as the strided view that it is in the graph, then hands the

@@ -1,0 +1,1 @@
+"""MindSpore on Ascend: aclnnAddLora as one operator for PyNative, GRAPH_MODE and ``ms.jit``."""
