@@ -29,24 +29,22 @@ namespace {
 
 using namespace addlora;
 
-// Made once, and never released: they live as long as the interpreter.
+// Made when the module is, and never released: they live as long as the interpreter. Not at the first call: a thread
+// that waits there for another one would give the interpreter lock away, see CallsWithoutLock.
 struct PythonObjects {
   py::object add_lora_error;
   py::object acl_error;
-  py::object bfloat16;
   int bfloat16_num;
 };
+const PythonObjects* python_objects = nullptr;
 
-const PythonObjects& objects() {
-  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<PythonObjects> storage;
-  return storage
-      .call_once_and_store_result([] {
-        py::object bfloat16 = py::dtype::from_args(py::module_::import("ml_dtypes").attr("bfloat16"));
-        const int num = py::cast<int>(bfloat16.attr("num"));
-        const py::module_ errors = py::module_::import("mindspore_addlora._errors");
-        return PythonObjects{errors.attr("AddLoraError"), errors.attr("AclError"), bfloat16, num};
-      })
-      .get_stored();
+const PythonObjects& objects() { return *python_objects; }
+
+void make_objects() {
+  const py::module_ errors = py::module_::import("mindspore_addlora._errors");
+  const py::object bfloat16 = py::dtype::from_args(py::module_::import("ml_dtypes").attr("bfloat16"));
+  python_objects =
+      new PythonObjects{errors.attr("AddLoraError"), errors.attr("AclError"), py::cast<int>(bfloat16.attr("num"))};
 }
 
 void raise_if_refused(const Status& status) {
@@ -429,6 +427,7 @@ std::optional<std::string> last_kernel_set_name() {
 
 PYBIND11_MODULE(_core, module) {
   module.doc() = "The C++ core of mindspore_addlora. Use mindspore_addlora.raw, which documents it.";
+  make_objects();
   module.attr("__version__") = ADDLORA_VERSION;
 
   py::module_::import("atexit").attr("register")(py::cpp_function([] { calls_without_lock.end(); }));
