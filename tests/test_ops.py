@@ -242,6 +242,20 @@ def test_a_scalar_of_the_wrong_type(mode, value):
         Model(Arrays())(*Arrays().tensors(), value)
 
 
+def test_a_scale_that_is_no_number(mode):
+    model = Model(Arrays())
+    with pytest.raises(TypeError, match="scale: expected a real number, got str"):
+        model(*Arrays().tensors(), 1, "0.5")
+    assert bits(model(*Arrays().tensors()).asnumpy()) == bits(Arrays().expected())
+
+
+def test_a_numpy_array_is_sent_to_raw():
+    arrays = Arrays()
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    with pytest.raises(TypeError, match="y: expected a Tensor"):
+        mal.add_lora(arrays.y, *(Tensor(v) for v in (arrays.x, arrays.b, arrays.indices, arrays.a)))
+
+
 class TestDynamicShapes:
     def model(self, arrays, *scalars):
         model = Model(arrays)

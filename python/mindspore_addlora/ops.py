@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from mindspore import Tensor, ops
 from mindspore.ops import CustomRegOp, DataType
 from mindspore.ops.primitive import constexpr
@@ -61,6 +62,7 @@ def check_call(
     layer_idx: Any,
     y_offset: Any,
     y_slice_size: Any,
+    scale: Any,
     rounding: Any,
 ) -> bool:
     """Asks the core's rules, in Python while a graph is compiled: nothing has run yet, and a refusal harms nothing.
@@ -77,6 +79,10 @@ def check_call(
     ):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
+    if isinstance(scale, str):
+        raise TypeError("scale: expected a real number, got str")
+    if isinstance(y_dtype, np.dtype):
+        raise TypeError("y: expected a Tensor, got a numpy.ndarray (mal.raw.add_lora takes those)")
     if y_slice_size is None:
         raise TypeError(
             "y_slice_size: expected a constant, got a value that is not known when the graph is compiled"
@@ -174,6 +180,7 @@ def add_lora(
         layer_idx,
         y_offset,
         y_slice_size,
+        scale,
         rounding,
     )
     if ascend_ops.available():
