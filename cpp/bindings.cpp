@@ -324,6 +324,10 @@ class Executor {
       if (PyObject_CheckBuffer(object.ptr()) == 0) {
         throw py::type_error("workspace: expected a writable buffer or None, got " + type_name(object));
       }
+      if (py::isinstance<py::array>(object) && py::cast<bool>(object.attr("dtype").attr("hasobject"))) {
+        raise_if_refused(refuse("workspace_memory", "workspace", "a buffer of plain bytes or numbers",
+                                "an array of Python objects"));
+      }
       if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_WRITABLE) == 0) return;
       PyErr_Clear();
       // A read-only or strided buffer: the refusal says which.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <numeric>
 
 #include "cpu/kernel_set.hpp"
@@ -21,6 +22,8 @@ constexpr std::int64_t kRankStep = 4;
 constexpr std::int64_t kTasksPerThread = 4;
 // Vector operations that a second thread must save to be worth waking.
 constexpr std::int64_t kStepsPerThread = 16384;
+
+constexpr std::int64_t kMaxPlannedRank = std::int64_t{1} << 31;
 
 std::int64_t round_up(std::int64_t n, std::int64_t step) { return (n + step - 1) / step * step; }
 std::int64_t divide_up(std::int64_t n, std::int64_t by) { return (n + by - 1) / by; }
@@ -43,6 +46,8 @@ Plan make_plan(const Problem& problem, int threads) {
   plan.sizes = sizes_of(problem);
   const Sizes& n = plan.sizes;
   plan.threads = threads;
+  // Views may repeat one element without end; no real bank has such a rank, and sizes computed from it would wrap.
+  if (n.r > kMaxPlannedRank) throw std::bad_alloc();
   plan.counting_sort = n.w <= 4 * n.b + 64;
   const auto z_row_bytes = n.r * static_cast<std::int64_t>(sizeof(float));
   plan.chunk_rows = std::min(n.b, std::max(kMinChunkRows, kMaxZBytes / z_row_bytes));
@@ -55,6 +60,7 @@ Plan make_plan(const Problem& problem, int threads) {
     return begin;
   };
   layout.order = take(n.b, sizeof(std::int64_t));
+  layout.adapters = take(n.b, sizeof(std::int64_t));
   layout.counts = take(plan.counting_sort ? n.w : 0, sizeof(std::int64_t));
   layout.groups = take(std::min(n.b, n.w) + 1, sizeof(Group));
   layout.z = take(plan.chunk_rows, static_cast<std::size_t>(z_row_bytes));
@@ -64,13 +70,15 @@ Plan make_plan(const Problem& problem, int threads) {
   return plan;
 }
 
-Grouping group_rows(const Problem& p, const Plan& plan, std::int64_t* order, std::int64_t* counts, Group* groups) {
+Grouping group_rows(const Problem& p, const Plan& plan, std::int64_t* order, std::int64_t* adapters,
+                    std::int64_t* counts, Group* groups) {
   const std::int64_t w = plan.sizes.w;
   const std::int64_t b = plan.sizes.b;
-  const auto adapter_of = [&](std::int64_t row) {
+  for (std::int64_t row = 0; row < b; ++row) {
     const std::int32_t index = index_at(*p.indices, row);
-    return index < 0 || index >= w ? w : std::int64_t{index};
-  };
+    adapters[row] = index < 0 || index >= w ? w : std::int64_t{index};
+  }
+  const auto adapter_of = [adapters](std::int64_t row) { return adapters[row]; };
   Grouping result{groups, 0, 0};
   const auto add_group = [&](std::int64_t adapter, std::int64_t begin, std::int64_t end) {
     if (end == begin) return;
@@ -135,11 +143,13 @@ Split expand_split(const Plan& plan, const Grouping& grouping) {
 
 int useful_threads(const Plan& plan, const Grouping& grouping, std::int64_t copied_bytes) {
   const Sizes& n = plan.sizes;
-  const std::int64_t width = n.h2 + (n.has_a ? n.h1 : 0);
-  const std::int64_t vectors = n.r * width / cpu::kLanes;  // of one adapter's weights
+  // In floating point: the sizes of views that repeat an element may be of any magnitude.
+  const double width = static_cast<double>(n.h2) + (n.has_a ? static_cast<double>(n.h1) : 0.0);
+  const double vectors = static_cast<double>(n.r) * width / cpu::kLanes;  // of one adapter's weights
   // A weight costs about four times as much to fetch and convert as to multiply.
-  const std::int64_t steps = vectors * (grouping.active_rows + 4 * grouping.group_count) + copied_bytes / 64;
-  return static_cast<int>(std::clamp<std::int64_t>(steps / kStepsPerThread, 1, plan.threads));
+  const double rows = static_cast<double>(grouping.active_rows) + 4.0 * static_cast<double>(grouping.group_count);
+  const double steps = vectors * rows + static_cast<double>(copied_bytes) / 64;
+  return static_cast<int>(std::clamp<double>(steps / kStepsPerThread, 1, plan.threads));
 }
 
 }  // namespace addlora

@@ -18,6 +18,7 @@ Sizes sizes_of(const Problem& problem);
 // Byte offsets into a workspace that begins at a multiple of 64.
 struct WorkspaceLayout {
   std::size_t order;    // int64 [B]: the rows, adapter by adapter in order, those without an adapter last
+  std::size_t adapters;  // int64 [B]: the adapter of each row, W for none
   std::size_t counts;   // int64 [W] where counting_sort
   std::size_t groups;   // Group [min(B, W) + 1]
   std::size_t z;        // float [chunk_rows, R]: the first product
@@ -61,8 +62,10 @@ struct Grouping {
   std::int64_t active_rows;  // those with an adapter
 };
 
-// Sorts the rows by adapter, stably. Negative indices and W mean none.
-Grouping group_rows(const Problem& problem, const Plan& plan, std::int64_t* order, std::int64_t* counts, Group* groups);
+// Sorts the rows by adapter, stably. Negative indices and W mean none. Each index is read once, into `adapters`: another
+// thread may be writing to the caller's array.
+Grouping group_rows(const Problem& problem, const Plan& plan, std::int64_t* order, std::int64_t* adapters,
+                    std::int64_t* counts, Group* groups);
 
 Split shrink_split(const Plan& plan, const Grouping& grouping, const Group& group);
 Split expand_split(const Plan& plan, const Grouping& grouping);

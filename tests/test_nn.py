@@ -223,6 +223,24 @@ def test_what_float16_cannot_hold_is_refused():
     assert bits(cell.lora_b) == before
 
 
+@pytest.mark.parametrize(("value", "scaling"), [(1e39, 1.0), (1e40, 1e-10)])
+def test_what_float32_cannot_hold_is_refused(value, scaling):
+    cell = cell_of(ms.float32)
+    b = np.full((16, 2), value)
+    b[0] = np.inf  # an infinity beside it hides nothing
+    with pytest.raises(ValueError, match="b: .*float32 can hold"):
+        cell.set_adapter(0, draw(2, 24), b, scaling)
+
+
+def test_a_numpy_integer_as_scale_is_a_number(mode):
+    cell, other = cell_of(scale=np.int32(2)), cell_of(scale=2.0)
+    a, b, y, x = draw(2, 24), draw(16, 2), Tensor(draw(2, 16)), Tensor(draw(2, 24))
+    for each in (cell, other):
+        each.set_adapter(0, a, b)
+    indices = Tensor(np.array([0, -1], np.int32))
+    assert bits(cell(y, x, indices)) == bits(other(y, x, indices))
+
+
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [

@@ -542,3 +542,53 @@ def test_executors_do_not_share_state():
     assert np.all(first == 0)
     raw.add_lora_execute(bytearray(size), one)
     assert_same_bits(first, second)
+
+
+def test_a_workspace_of_python_objects_is_refused():
+    y, x = np.zeros((2, 16), np.float16), np.ones((2, 16), np.float16)
+    b, indices = np.ones((1, 1, 16, 16), np.float16), np.zeros(2, np.int32)
+    size, executor = raw.add_lora_get_workspace_size(
+        y, x, b, indices, None, 0, 1.0, 0, -1, np.empty_like(y)
+    )
+    workspace = np.empty(size, object)
+    with pytest.raises(raw.AddLoraError, match="workspace: .*objects") as refused:
+        raw.add_lora_execute(workspace, executor)
+    assert refused.value.code == 161002
+    assert all(value is None for value in workspace[:100])
+
+
+def test_a_rank_without_end_is_a_memory_error():
+    rank = -(-(2**64) // 1028) + 100000  # its workspace wraps to a few bytes in 64 bits
+    y = np.zeros((1, 1), np.float16)
+    x = np.broadcast_to(np.float16(1), (1, rank))
+    b = np.broadcast_to(np.float16(1), (1, 1, 1, rank))
+    with pytest.raises(MemoryError):
+        raw.add_lora_get_workspace_size(
+            y, x, b, np.zeros(1, np.int32), None, 0, 1.0, 0, -1, np.zeros_like(y), limits="none"
+        )
+
+
+def test_indices_that_another_thread_changes_do_no_harm():
+    import threading
+
+    rows = 20000
+    y, x = np.zeros((rows, 16), np.float16), np.ones((rows, 16), np.float16)
+    b, indices = np.ones((8, 1, 16, 16), np.float16), np.zeros(rows, np.int32)
+    stop = threading.Event()
+
+    def change():
+        values = [np.full(rows, v, np.int32) for v in (0, 7, -1)]
+        while not stop.is_set():
+            for value in values:
+                indices[:] = value
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        for _ in range(300):
+            out = raw.add_lora(y, x, b, indices)
+            # Each row has the whole of an adapter, or none.
+            assert np.isin(out, (0, 16)).all()
+    finally:
+        stop.set()
+        thread.join()

@@ -249,7 +249,8 @@ void run_plan(const Problem& problem, Plan plan, const KernelSet& kernels, void*
             reinterpret_cast<float*>(base + layout.z),
             reinterpret_cast<float*>(base + layout.scratch)};
   const Grouping grouping =
-      group_rows(problem, plan, call.order, reinterpret_cast<std::int64_t*>(base + layout.counts), groups);
+      group_rows(problem, plan, call.order, reinterpret_cast<std::int64_t*>(base + layout.adapters),
+                 reinterpret_cast<std::int64_t*>(base + layout.counts), groups);
   const CopyRows copies(call, grouping.active_rows);
   plan.threads = useful_threads(plan, grouping, copies.bytes());
   const Split expand = expand_split(plan, grouping);

@@ -33,7 +33,15 @@ def to_float32(name: str, value: Array | Tensor, dimensions: int = 2) -> npt.NDA
         array.dtype.name == "bfloat16"
     ):  # MindSpore registers another one with numpy, and casts between them are few
         array = array.view(ml_dtypes.bfloat16)
-    return array.astype(np.float32)
+    with np.errstate(over="ignore"):  # whoever writes it into a bank looks for that
+        return array.astype(np.float32)
+
+
+def _finite(value: Array | Tensor) -> npt.NDArray[np.bool_]:
+    array = value.asnumpy() if isinstance(value, Tensor) else value
+    if array.dtype.name == "bfloat16":
+        array = array.view(ml_dtypes.bfloat16).astype(np.float32)
+    return np.isfinite(array)
 
 
 def check_slot(name: str, value: int, count: int) -> None:
@@ -72,8 +80,12 @@ def prepare_adapter(
     with np.errstate(over="ignore"):  # looked for below
         a_block[:r] = a32
         b_block[:, :r] = b32 * np.float32(scaling)
-    for name, source, block in (("a", a32, a_block), ("b", b32, b_block)):
-        if np.isfinite(source).all() and not np.isfinite(block.astype(np.float32)).all():
+    for name, given, source, block in (
+        ("a", a, a32, a_block[:r]),
+        ("b", b, b32, b_block[:, :r]),
+    ):
+        # Where the source is finite the bank must be; what was infinite or NaN stays so.
+        if (_finite(given) & ~np.isfinite(block.astype(np.float32))).any():
             raise ValueError(
                 f"{name}: expected values that {np.dtype(dtype).name} can hold (scaling included), "
                 f"got up to {np.abs(source).max() * (scaling if name == 'b' else 1.0):g}"

@@ -116,7 +116,7 @@ class AddLora(nn.Cell):
         self.num_adapters = num_adapters
         self.num_layers = num_layers
         self.y_offset = y_offset
-        self.scale = scale
+        self.scale = float(scale)
         self.rounding = rounding
         if a_init is None:
             a_init = Uniform(1.0 / math.sqrt(in_features))

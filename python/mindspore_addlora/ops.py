@@ -79,8 +79,10 @@ def check_call(
     ):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
-    if isinstance(scale, str):
-        raise TypeError("scale: expected a real number, got str")
+    if scale is not None and (
+        isinstance(scale, bool) or not isinstance(scale, (int, float, np.floating))
+    ):
+        raise TypeError(f"scale: expected a real number, got {type(scale).__name__}")
     if isinstance(y_dtype, np.dtype):
         raise TypeError("y: expected a Tensor, got a numpy.ndarray (mal.raw.add_lora takes those)")
     if y_slice_size is None:
