@@ -249,11 +249,23 @@ def test_a_scale_that_is_no_number(mode):
     assert bits(model(*Arrays().tensors()).asnumpy()) == bits(Arrays().expected())
 
 
-def test_a_numpy_array_is_sent_to_raw():
+@pytest.mark.parametrize("position", range(5))
+def test_a_numpy_array_is_sent_to_raw(position):
     arrays = Arrays()
     ms.set_context(mode=ms.PYNATIVE_MODE)
-    with pytest.raises(TypeError, match="y: expected a Tensor"):
-        mal.add_lora(arrays.y, *(Tensor(v) for v in (arrays.x, arrays.b, arrays.indices, arrays.a)))
+    values = [arrays.y, arrays.x, arrays.b, arrays.indices, arrays.a]
+    name = ("y", "x", "weight_b", "indices", "weight_a")[position]
+    given = [v if i == position else Tensor(v) for i, v in enumerate(values)]
+    with pytest.raises(TypeError, match=f"{name}: expected a Tensor, got a numpy.ndarray"):
+        mal.add_lora(*given)
+
+
+def test_a_mutable_layer_with_static_shapes_is_refused_at_compile_time():
+    ms.set_context(mode=ms.GRAPH_MODE)
+    model = Model(Arrays())
+    with pytest.raises(TypeError, match="layer_idx: expected a constant"):
+        model(*Arrays().tensors(), mutable(7))
+    assert bits(model(*Arrays().tensors(), 1).asnumpy()) == bits(Arrays().expected())
 
 
 class TestDynamicShapes:

@@ -83,8 +83,25 @@ def check_call(
         isinstance(scale, bool) or not isinstance(scale, (int, float, np.floating))
     ):
         raise TypeError(f"scale: expected a real number, got {type(scale).__name__}")
-    if isinstance(y_dtype, np.dtype):
-        raise TypeError("y: expected a Tensor, got a numpy.ndarray (mal.raw.add_lora takes those)")
+    for name, dtype in (
+        ("y", y_dtype),
+        ("x", x_dtype),
+        ("weight_b", b_dtype),
+        ("indices", indices_dtype),
+        ("weight_a", a_dtype),
+    ):
+        if isinstance(dtype, np.dtype):
+            raise TypeError(
+                f"{name}: expected a Tensor, got a numpy.ndarray (mal.raw.add_lora takes those)"
+            )
+    if all(n is not None and n >= 0 for n in y_shape):
+        # A scalar that only the kernel sees could be refused only there, and that would end the compiled model. With
+        # dynamic shapes it is taken all the same: there one compiled graph is meant to serve every value.
+        for name, value in (("layer_idx", layer_idx), ("y_offset", y_offset)):
+            if value is None:
+                raise TypeError(
+                    f"{name}: expected a constant with static shapes, got a mutable value"
+                )
     if y_slice_size is None:
         raise TypeError(
             "y_slice_size: expected a constant, got a value that is not known when the graph is compiled"
