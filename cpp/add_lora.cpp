@@ -54,7 +54,7 @@ void set_contiguous_strides(TensorView& view) {
 
 Status add_lora(const Problem& problem, const Backend& backend) {
   Status status = check(problem, backend);
-  if (status.ok() && problem.y->shape[0] > 0) backend.run(problem);
+  if (status.ok() && problem.y->shape[0] > 0) status = backend.run(problem);
   return status;
 }
 

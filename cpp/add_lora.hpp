@@ -31,6 +31,7 @@ struct TensorView {
   std::int64_t shape[kMaxDims] = {};
   std::int64_t strides[kMaxDims] = {};
   bool writable = true;
+  bool on_device = false;  // data is an address of the NPU's memory, which the host must not read
 
   char* bytes() const { return static_cast<char*>(data); }
   bool is_contiguous() const;

@@ -24,8 +24,9 @@ class Execution {
   virtual bool uses_workspace() const = 0;
   // Called at most once, before the first run.
   virtual void set_repeatable() = 0;
-  // Reads the tensors afresh. The problem, its indices included, has been checked again by the caller.
-  virtual void run(void* workspace, void* stream) = 0;
+  // Reads the tensors afresh. The problem, its indices included, has been checked again by the caller; indices that only
+  // the device can read are checked here. A refused run has written nothing.
+  virtual Status run(void* workspace, void* stream) = 0;
 };
 
 class Backend {
@@ -41,7 +42,7 @@ class Backend {
   // Phase one and two of a checked problem.
   virtual std::unique_ptr<Execution> plan(const Problem& problem) const = 0;
   // Both phases at once, in scratch of the backend's own.
-  virtual void run(const Problem& problem) const = 0;
+  virtual Status run(const Problem& problem) const = 0;
 };
 
 }  // namespace addlora

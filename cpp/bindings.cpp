@@ -12,9 +12,12 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "aclnn/aclnn_backend.hpp"
 #include "aclnn/cann.hpp"
+#include "aclnn/probe.hpp"
 #include "add_lora.hpp"
 #include "backend.hpp"
 #include "cpu/cpu_backend.hpp"
@@ -59,6 +62,13 @@ std::string type_name(const py::object& object) {
   return py::cast<std::string>(py::type::of(object).attr("__qualname__"));
 }
 
+DType dtype_named(const std::string& name) {
+  for (const DType known : {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kInt32}) {
+    if (name == dtype_name(known)) return known;
+  }
+  return DType::kOther;
+}
+
 // Calls that compute without the interpreter lock. A thread that asks for the lock back while the interpreter ends is
 // ended by unwinding its stack, which C++ frames may not allow; so the end waits for these calls (atexit), and calls
 // that begin after that keep the lock.
@@ -99,28 +109,74 @@ class CallsWithoutLock {
 };
 CallsWithoutLock calls_without_lock;
 
-// An argument that is a numpy array, and its view; or None.
-class Array {
- public:
-  Array() = default;
-  Array(const char* name, const py::object& object) {
-    if (object.is_none()) return;
-    if (!py::isinstance<py::array>(object)) {
-      throw py::type_error(std::string(name) + ": expected a numpy.ndarray or None, got " + type_name(object));
+// A tensor in the NPU's memory, which somebody else owns: an address, and what lies there. Contiguous.
+struct DeviceTensor {
+  // The operator reads memory from addresses that are multiples of this.
+  static constexpr std::uint64_t kAlignment = 32;
+
+  std::uint64_t pointer;
+  std::vector<std::int64_t> shape;
+  std::string dtype;
+  std::size_t bytes;
+
+  DeviceTensor(std::uint64_t pointer_, std::vector<std::int64_t> shape_, std::string dtype_, std::size_t item_bytes)
+      : pointer(pointer_), shape(std::move(shape_)), dtype(std::move(dtype_)), bytes(item_bytes) {
+    for (const std::int64_t n : shape) {
+      if (n < 0 || __builtin_mul_overflow(bytes, static_cast<std::size_t>(n), &bytes)) {
+        throw py::value_error("shape: expected dimensions of at least 0 whose product fits 64 bits, got " + text());
+      }
     }
-    array_ = py::reinterpret_borrow<py::array>(object);
-    fill();
+    if (pointer % kAlignment != 0 || (pointer == 0 && bytes > 0)) {
+      throw py::value_error("pointer: expected a device address, a multiple of 32, got " + std::to_string(pointer));
+    }
   }
 
-  const TensorView* view() const { return array_ ? &view_ : nullptr; }
-  const py::object& object() const { return array_; }
-  py::object dtype() const { return py::reinterpret_borrow<py::array>(array_).dtype(); }
+  void* address() const { return reinterpret_cast<void*>(pointer); }
+
+  std::string text() const {
+    std::string joined;
+    for (const std::int64_t n : shape) joined += (joined.empty() ? "" : ", ") + std::to_string(n);
+    return "[" + joined + "]";
+  }
+};
+
+// An argument that is a numpy array or a tensor on the device, and its view; or None.
+class Operand {
+ public:
+  Operand() = default;
+  Operand(const char* name, const py::object& object) {
+    if (object.is_none()) return;
+    if (py::isinstance<DeviceTensor>(object)) {
+      object_ = object;
+      fill(object.cast<const DeviceTensor&>());
+      return;
+    }
+    if (!py::isinstance<py::array>(object)) {
+      throw py::type_error(std::string(name) + ": expected a numpy.ndarray, a device_tensor or None, got " +
+                           type_name(object));
+    }
+    object_ = object;
+    fill(py::reinterpret_borrow<py::array>(object));
+  }
+
+  const TensorView* view() const { return object_ ? &view_ : nullptr; }
+  const py::object& object() const { return object_; }
+  py::object dtype() const { return py::reinterpret_borrow<py::array>(object_).dtype(); }
   // The memory belongs to the array: reading whether it may be written must happen at each use.
-  bool is_writable() const { return py::reinterpret_borrow<py::array>(array_).writeable(); }
+  bool is_writable() const { return view_.on_device || py::reinterpret_borrow<py::array>(object_).writeable(); }
 
  private:
-  void fill() {
-    const auto array = py::reinterpret_borrow<py::array>(array_);
+  void fill(const DeviceTensor& tensor) {
+    view_.other_dtype = tensor.dtype.c_str();
+    view_.dtype = dtype_named(tensor.dtype);
+    view_.data = tensor.address();
+    view_.ndim = static_cast<int>(tensor.shape.size());
+    for (int i = 0; i < view_.ndim && i < kMaxDims; ++i) view_.shape[i] = tensor.shape[static_cast<std::size_t>(i)];
+    if (view_.ndim <= kMaxDims) set_contiguous_strides(view_);
+    view_.on_device = true;
+  }
+
+  void fill(const py::array& array) {
     const py::dtype dtype = array.dtype();
     view_.dtype = dtype_of(dtype);
     if (view_.dtype == DType::kOther) {
@@ -149,7 +205,7 @@ class Array {
   }
   static DType native(const py::dtype& dtype, DType type) { return dtype.byteorder() == '>' ? DType::kOther : type; }
 
-  py::object array_;
+  py::object object_;
   TensorView view_;
   std::shared_ptr<std::string> name_;
 };
@@ -204,14 +260,14 @@ Rounding rounding_of(const py::object& object) {
                              {{{"float32", Rounding::kFloat32}, {"device", Rounding::kDevice}}});
 }
 
-const Backend& backend_of(const py::object& object) {
-  if (object.is_none()) return cpu_backend();
+const Backend& backend_of(const py::object& object, bool on_device = false) {
+  if (object.is_none()) return on_device ? aclnn_backend() : cpu_backend();
   return *one_of<const Backend*, 2>("backend", object, {{{"cpu", &cpu_backend()}, {"aclnn", &aclnn_backend()}}});
 }
 
 // A call's arguments, kept alive with the views and the Problem that refers to them.
 struct Arguments {
-  Array y, x, weight_b, indices, weight_a, out;
+  Operand y, x, weight_b, indices, weight_a, out;
   Problem problem;
   const Backend* backend;
 
@@ -225,7 +281,7 @@ struct Arguments {
         indices("indices", indices_),
         weight_a("weight_a", weight_a_),
         out("out", out_),
-        backend(&backend_of(backend_)) {
+        backend(&backend_of(backend_, y.view() != nullptr && y.view()->on_device)) {
     problem.layer_idx = integer("layer_idx", layer_idx);
     problem.scale = real("scale", scale);
     problem.y_offset = integer("y_offset", y_offset);
@@ -238,15 +294,34 @@ struct Arguments {
     problem.indices = indices.view();
     problem.weight_a = weight_a.view();
     problem.out = out.view();
+    check_places();
   }
   Arguments(const Arguments&) = delete;  // the Problem points into this object
   Arguments& operator=(const Arguments&) = delete;
+
+  // All in the host's memory, or all on the device.
+  void check_places() const {
+    if (y.view() == nullptr) return;  // the rules say so
+    const bool on_device = y.view()->on_device;
+    const std::pair<const char*, const Operand*> others[] = {
+        {"x", &x}, {"weight_b", &weight_b}, {"indices", &indices}, {"weight_a", &weight_a}, {"out", &out}};
+    for (const auto& [name, operand] : others) {
+      if (operand->view() == nullptr || operand->view()->on_device == on_device) continue;
+      throw py::type_error(std::string(name) + ": expected " + (on_device ? "a device_tensor" : "a numpy.ndarray") +
+                           ", as y is, got " + type_name(operand->object()));
+    }
+    if (on_device && !backend->is_device()) {
+      throw py::value_error("backend: expected \"aclnn\" (or None) for tensors on the device, got \"" +
+                            std::string(backend->name()) + "\"");
+    }
+  }
 
   // Makes out where there is none, once the description of the inputs has been accepted.
   void allocate_out() {
     raise_if_refused(check_description(problem, *backend));
     const TensorView& view = *problem.y;
-    out = Array("out", py::array(py::reinterpret_borrow<py::dtype>(y.dtype()),
+    if (view.on_device) raise_if_refused(refuse("given", "out", "a device_tensor, as y is", "None"));
+    out = Operand("out", py::array(py::reinterpret_borrow<py::dtype>(y.dtype()),
                                  {static_cast<py::ssize_t>(view.shape[0]), static_cast<py::ssize_t>(view.shape[1])}));
     problem.out = out.view();
   }
@@ -265,6 +340,56 @@ py::object add_lora_call(const py::object& y, const py::object& x, const py::obj
   raise_if_refused(status);
   return arguments.out.object();
 }
+
+// The workspace of a run: a Python buffer, held for that time, or memory of the device.
+struct Workspace {
+  void* data = nullptr;
+  std::size_t bytes = 0;
+  bool writable = true;
+
+  Workspace(const py::object& object, bool on_device) {
+    if (object.is_none()) return;
+    if (on_device) {
+      if (!py::isinstance<DeviceTensor>(object)) {
+        throw py::type_error("workspace: expected a device_tensor or None, got " + type_name(object));
+      }
+      const auto& tensor = object.cast<const DeviceTensor&>();
+      data = tensor.address();
+      bytes = tensor.bytes;
+      return;
+    }
+    hold(object);
+    data = buffer_.buf;
+    bytes = static_cast<std::size_t>(buffer_.len);
+    writable = buffer_.readonly == 0;
+  }
+  ~Workspace() {
+    if (buffer_.obj != nullptr) PyBuffer_Release(&buffer_);
+  }
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+
+ private:
+  void hold(const py::object& object) {
+    if (PyObject_CheckBuffer(object.ptr()) == 0) {
+      throw py::type_error("workspace: expected a writable buffer or None, got " + type_name(object));
+    }
+    if (py::isinstance<py::array>(object) && py::cast<bool>(object.attr("dtype").attr("hasobject"))) {
+      raise_if_refused(refuse("workspace_memory", "workspace", "a buffer of plain bytes or numbers",
+                              "an array of Python objects"));
+    }
+    if (PyObject_GetBuffer(object.ptr(), &buffer_, PyBUF_WRITABLE) == 0) return;
+    PyErr_Clear();
+    // A read-only or strided buffer: the refusal says which.
+    if (PyObject_GetBuffer(object.ptr(), &buffer_, PyBUF_STRIDED_RO) != 0) throw py::error_already_set();
+    if (PyBuffer_IsContiguous(&buffer_, 'C') == 0) {
+      PyBuffer_Release(&buffer_);
+      raise_if_refused(refuse("workspace_memory", "workspace", "a C-contiguous buffer", "a strided one"));
+    }
+  }
+
+  Py_buffer buffer_{};
+};
 
 // A planned call: what add_lora_get_workspace_size returns, and add_lora_execute runs.
 class Executor {
@@ -286,15 +411,14 @@ class Executor {
   }
 
   void execute(const py::object& workspace, const py::object& stream) {
-    if (!stream.is_none()) integer("stream", stream);
+    void* const stream_handle = stream.is_none() ? nullptr : handle_of(stream);
     if (runs_ > 0 && !repeatable_) {
       raise_if_refused(refuse("executor_state", "executor", "one that has not run, or a repeatable one",
                               "a spent executor"));
     }
-    Buffer buffer(workspace);
+    const Workspace given(workspace, arguments_->problem.y->on_device);
     if (execution_->uses_workspace()) {
-      raise_if_refused(check_workspace(arguments_->problem, workspace_size(), buffer.view.buf,
-                                       static_cast<std::size_t>(buffer.view.len), buffer.view.readonly == 0));
+      raise_if_refused(check_workspace(arguments_->problem, workspace_size(), given.data, given.bytes, given.writable));
     }
     if (arguments_->problem.y->shape[0] > 0 && !arguments_->out.is_writable()) {
       raise_if_refused(refuse("out_memory", "out", "a writable tensor", "a read-only one"));
@@ -305,7 +429,7 @@ class Executor {
     try {
       calls_without_lock.run([&] {
         status = check_indices(arguments_->problem);
-        if (status.ok()) execution_->run(buffer.view.buf, nullptr);
+        if (status.ok()) status = execution_->run(given.data, stream_handle);
       });
     } catch (...) {
       --runs_;
@@ -316,34 +440,9 @@ class Executor {
   }
 
  private:
-  // A Python buffer, held for the time of a run.
-  struct Buffer {
-    Py_buffer view{};
-    explicit Buffer(const py::object& object) {
-      if (object.is_none()) return;
-      if (PyObject_CheckBuffer(object.ptr()) == 0) {
-        throw py::type_error("workspace: expected a writable buffer or None, got " + type_name(object));
-      }
-      if (py::isinstance<py::array>(object) && py::cast<bool>(object.attr("dtype").attr("hasobject"))) {
-        raise_if_refused(refuse("workspace_memory", "workspace", "a buffer of plain bytes or numbers",
-                                "an array of Python objects"));
-      }
-      if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_WRITABLE) == 0) return;
-      PyErr_Clear();
-      // A read-only or strided buffer: the refusal says which.
-      if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_STRIDED_RO) != 0) throw py::error_already_set();
-      const bool contiguous = PyBuffer_IsContiguous(&view, 'C') != 0;
-      if (!contiguous) {
-        PyBuffer_Release(&view);
-        raise_if_refused(refuse("workspace_memory", "workspace", "a C-contiguous buffer", "a strided one"));
-      }
-    }
-    ~Buffer() {
-      if (view.obj != nullptr) PyBuffer_Release(&view);
-    }
-    Buffer(const Buffer&) = delete;
-    Buffer& operator=(const Buffer&) = delete;
-  };
+  static void* handle_of(const py::object& stream) {
+    return reinterpret_cast<void*>(static_cast<std::intptr_t>(integer("stream", stream)));
+  }
 
   std::unique_ptr<Arguments> arguments_;
   std::unique_ptr<Execution> execution_;
@@ -379,9 +478,7 @@ struct Description {
 
   explicit Description(const py::tuple& described) : dtype(py::cast<std::string>(described[0])) {
     view.other_dtype = dtype.c_str();
-    for (const DType known : {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kInt32}) {
-      if (dtype == dtype_name(known)) view.dtype = known;
-    }
+    view.dtype = dtype_named(dtype);
     const auto shape = py::cast<py::tuple>(described[1]);
     view.ndim = static_cast<int>(shape.size());
     for (int i = 0; i < view.ndim && i < kMaxDims; ++i) {
@@ -416,6 +513,20 @@ void check_described(const py::tuple& y, const py::tuple& x, const py::tuple& we
   raise_if_refused(check_description(problem, cpu_backend()));
 }
 
+// What the self test asks: (code of each phase, workspace bytes); y and out hold what the device left in them.
+py::tuple probe(const py::object& y, const py::object& x, const py::object& weight_b, const py::object& indices,
+                const py::object& weight_a, const py::object& layer_idx, const py::object& scale,
+                const py::object& y_offset, const py::object& y_slice_size, const py::object& out) {
+  Arguments arguments(y, x, weight_b, indices, weight_a, layer_idx, scale, y_offset, py::int_(-1), out,
+                      py::str("aclnn"), py::str("npu"), py::str("float32"));
+  raise_if_refused(check(arguments.problem, *arguments.backend));
+  if (const std::string reason = aclnn::unavailable(); !reason.empty()) throw py::value_error("backend: " + reason);
+  arguments.problem.y_slice_size = integer("y_slice_size", y_slice_size);
+  aclnn::Answer answer;
+  calls_without_lock.run([&] { answer = aclnn::probe(arguments.problem); });
+  return py::make_tuple(answer.first_phase, answer.second_phase, answer.workspace_bytes);
+}
+
 void set_num_threads(const py::object& object) {
   const std::int64_t threads = integer("n", object);
   if (threads < 1) throw py::value_error("n: expected at least 1 thread, got " + std::to_string(threads));
@@ -446,6 +557,14 @@ PYBIND11_MODULE(_core, module) {
     }
   });
 
+  py::class_<DeviceTensor>(module, "DeviceTensor", "A tensor in the NPU's memory: made by device_tensor.")
+      .def(py::init<std::uint64_t, std::vector<std::int64_t>, std::string, std::size_t>())
+      .def_readonly("pointer", &DeviceTensor::pointer)
+      .def_readonly("dtype", &DeviceTensor::dtype)
+      .def_property_readonly("shape", [](const DeviceTensor& tensor) { return py::tuple(py::cast(tensor.shape)); })
+      .def("__repr__", [](const DeviceTensor& tensor) {
+        return "device_tensor(" + std::to_string(tensor.pointer) + ", " + tensor.text() + ", \"" + tensor.dtype + "\")";
+      });
   py::class_<Executor>(module, "Executor", "A planned call: made by add_lora_get_workspace_size.")
       .def("set_repeatable", &Executor::set_repeatable,
            "Lets the executor run more than once. To be called right after the first phase.");
@@ -453,8 +572,14 @@ PYBIND11_MODULE(_core, module) {
   module.def("add_lora", &add_lora_call);
   module.def("add_lora_get_workspace_size", &get_workspace_size);
   module.def("add_lora_execute", &execute);
+  module.def("probe", &probe);
 
   module.def("check_described", &check_described);
+  // What a block of a bank must keep for the device.
+  module.def("check_device_sizes", [](std::int64_t w, std::int64_t l, std::int64_t h2, std::int64_t r,
+                                      std::optional<std::int64_t> h1) {
+    raise_if_refused(check_device_sizes(w, l, h2, r, h1.value_or(kUnknown)));
+  });
   module.def("refuse_width", [](const std::string& argument, const std::string& name, std::int64_t width) {
     const std::string rule = name == "H1" ? "h1_width" : name == "H2" ? "h2_width" : "h3_width";
     raise_if_refused(refuse(rule.c_str(), argument.c_str(),

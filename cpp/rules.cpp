@@ -34,6 +34,8 @@ std::vector<Rule> make_rules() {
       {"h2_width", "weight_b", "H2 " + width, Code::kShape, true},
       {"h3_width", "y", "H3 " + width, Code::kShape, true},
       {"device_limits", "limits", "\"npu\" on the aclnn backend: the device has them", Code::kInvalid, false},
+      {"device_row", "x", "H1 <= " + to_string(kMaxDeviceRow) + " on the aclnn backend, where weight_a is given",
+       Code::kShape, false},
       {"device_bank", "weight_b, weight_a", "fewer than 2^32 elements on the aclnn backend", Code::kShape, false},
       {"out_shape", "out", "the shape of y", Code::kShape, false},
       {"out_memory", "out", "writable and C-contiguous", Code::kInvalid, false},
@@ -200,22 +202,12 @@ Status check_limits(const Problem& p) {
   return {};
 }
 
-// What only the device asks for. A bank that is too large would be addressed wrongly there, without an error.
 Status check_device(const Problem& p) {
   if (p.limits == Limits::kNone) {
     return refuse("device_limits", "limits", "\"npu\" on backend aclnn (its limits are the device's own)", "\"none\"");
   }
   const Sizes n = sizes_of(p);
-  const struct {
-    const char* name;
-    std::int64_t elements;
-  } banks[] = {{"weight_b", n.w * n.l * n.h2 * n.r}, {"weight_a", p.weight_a == nullptr ? 0 : n.w * n.l * n.r * n.h1}};
-  for (const auto& bank : banks) {
-    if (bank.elements >= kMaxDeviceBank) {
-      return refuse("device_bank", bank.name, "fewer than 2^32 elements on backend aclnn", to_string(bank.elements));
-    }
-  }
-  return {};
+  return check_device_sizes(n.w, n.l, n.h2, n.r, p.weight_a == nullptr ? kUnknown : n.h1);
 }
 
 bool same_memory(const TensorView& a, const TensorView& b) {
@@ -263,6 +255,22 @@ Status check_description(const Problem& p, const Backend& backend) {
   return status;
 }
 
+Status check_device_sizes(std::int64_t w, std::int64_t l, std::int64_t h2, std::int64_t r, std::int64_t h1) {
+  if (above(h1, kMaxDeviceRow)) {
+    return refuse("device_row", "x", "H1 <= " + to_string(kMaxDeviceRow) + " on the NPU", dimension("H1", h1));
+  }
+  const struct {
+    const char* name;
+    std::int64_t elements;
+  } banks[] = {{"weight_b", w * l * h2 * r}, {"weight_a", h1 == kUnknown ? 0 : w * l * r * h1}};
+  for (const auto& bank : banks) {
+    if (bank.elements >= kMaxDeviceBank) {
+      return refuse("device_bank", bank.name, "fewer than 2^32 elements on the NPU", to_string(bank.elements));
+    }
+  }
+  return {};
+}
+
 Status check_out(const Problem& p) {
   if (p.out == nullptr) return refuse("given", "out", "a tensor", "None");
   if (p.out->ndim != 2 || p.out->shape[0] != p.y->shape[0] || p.out->shape[1] != p.y->shape[1]) {
@@ -279,6 +287,7 @@ Status check_out(const Problem& p) {
 }
 
 Status check_indices(const Problem& p) {
+  if (p.indices->on_device) return {};
   const std::int64_t w = p.weight_b->shape[0];
   const char* at = p.indices->bytes();
   for (std::int64_t i = 0; i < p.indices->shape[0]; ++i, at += p.indices->strides[0]) {

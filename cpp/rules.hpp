@@ -17,6 +17,8 @@ inline constexpr std::int64_t kMaxLayers = 32;
 inline constexpr std::int64_t kMaxWidth = 131072;
 // The device addresses a bank with 32-bit offsets.
 inline constexpr std::int64_t kMaxDeviceBank = std::int64_t{1} << 32;
+// A row of x wider than this overflows a buffer of the device's cores once a core has more than one row.
+inline constexpr std::int64_t kMaxDeviceRow = 49152;
 
 struct Rule {
   std::string name;
@@ -35,7 +37,11 @@ Status check_description(const Problem& problem, const Backend& backend);
 // out is writable, contiguous, and overlaps no input but a y that it equals.
 Status check_out(const Problem& problem);
 
-// Every index is at most W.
+// What only the device asks for: rows and banks that it would compute wrongly, without an error. h1 is kUnknown without
+// weight_a.
+Status check_device_sizes(std::int64_t w, std::int64_t l, std::int64_t h2, std::int64_t r, std::int64_t h1);
+
+// Every index is at most W. Indices on a device are left to the backend.
 Status check_indices(const Problem& problem);
 
 // All of the above, in this order.

@@ -337,3 +337,202 @@ assert raw.add_lora(**arguments).shape == (9, 80)
     )
     for word in ("CANN's runtime not found", "libnnopbase.so not found", "aclnnAddLora not found"):
         assert word in out
+
+
+ON_DEVICE = """
+import ctypes
+from pathlib import Path
+import cann_client
+cann = cann_client.Cann(Path(os.environ["ASCEND_HOME_PATH"]) / "lib64")
+try:
+    cann.start()
+except cann_client.CannError as error:
+    assert error.code == 100002
+    cann.aclrtSetDevice(0)
+
+def on_device(array):
+    return raw.device_tensor(cann.upload(array), array.shape, array.dtype)
+
+def place(arguments):
+    return {name: None if array is None else on_device(array) for name, array in arguments.items()}
+
+def read(tensor, like):
+    return cann.download(tensor.pointer, like)
+"""
+
+
+@pytest.mark.parametrize("stream_mode", ["sync", "thread", "now"])
+def test_tensors_on_the_device_are_not_copied(run, stream_mode):
+    run(
+        ON_DEVICE
+        + """
+arguments = problem()
+options = dict(layer_idx=2, scale=0.5, y_offset=16)
+expected = raw.add_lora(**arguments, **options, rounding="device")
+placed = place(arguments)
+out = on_device(np.full_like(arguments["y"], 7))
+allocated = control().live()
+uploads = control().calls("aclrtMemcpy")
+assert raw.add_lora(**placed, **options, out=out) is out
+# The indices, there and back; nothing else passes the host.
+assert control().calls("aclrtMemcpy") == uploads + 2
+near(read(out, expected), expected)
+none = (arguments["indices"] < 0) | (arguments["indices"] >= 4)
+assert read(out, expected)[none].tobytes() == arguments["y"][none].tobytes()
+for name, array in arguments.items():
+    assert read(placed[name], array).tobytes() == array.tobytes(), name
+assert raw.add_lora(**placed, **options, out=placed["y"], backend="aclnn") is placed["y"]
+assert read(placed["y"], expected).tobytes() == read(out, expected).tobytes()
+arguments["weight_a"], arguments["x"] = None, arguments["x"][:, :16].copy()
+placed = place(arguments)
+raw.add_lora(**placed, out=out)
+near(read(out, expected), raw.add_lora(**arguments, rounding="device"))
+assert control().live() == allocated + 4, control().report()  # what place() made
+assert control().misuse() == 0 and control().guard_violations() == 0, control().misuse_log()
+""",
+        EMU_STREAM_MODE=stream_mode,
+    )
+
+
+def test_two_phases_on_a_stream_of_the_caller_s(run):
+    run(
+        ON_DEVICE
+        + """
+arguments = problem()
+placed = place(arguments)
+out = on_device(np.full_like(arguments["y"], 7))
+ordered = [placed[n] for n in ("y", "x", "weight_b", "indices", "weight_a")]
+size, executor = raw.add_lora_get_workspace_size(*ordered, 1, 2.0, 48, 32, out)
+executor.set_repeatable()
+expected = raw.add_lora(**arguments, layer_idx=1, scale=2.0, y_offset=48, rounding="device")
+workspace = raw.device_tensor(cann.malloc(size), [size], "uint8")
+stream = cann.stream()
+
+def refused(code, words, *call):
+    try:
+        raw.add_lora_execute(*call)
+        raise AssertionError("accepted")
+    except raw.AddLoraError as error:
+        assert error.code == code and words in str(error), error
+
+refused(161001, "workspace", None, executor, stream.value)
+small = raw.device_tensor(workspace.pointer, [size - 1], "uint8")
+refused(161002, f"at least {size} bytes, got {size - 1}", small, executor, stream.value)
+refused(161002, "overlaps y", raw.device_tensor(placed["y"].pointer, [size], "uint8"), executor, stream.value)
+try:
+    raw.add_lora_execute(bytearray(size), executor, stream.value)
+    raise AssertionError("accepted")
+except TypeError as error:
+    assert "device_tensor" in str(error)
+
+for _ in range(2):
+    before = control().calls("aclnnAddLora.kernel")
+    raw.add_lora_execute(workspace, executor, stream.value)
+    assert control().calls("aclnnAddLora.kernel") == before, "the work was to be begun only"
+    cann.aclrtSynchronizeStream(stream)
+    near(read(out, expected), expected)
+raw.add_lora_execute(workspace, executor)  # without a stream it is done
+near(read(out, expected), expected)
+
+# Indices that the stream has yet to compute.
+late = np.roll(arguments["indices"], 3)
+source = cann.upload(late)
+cann.aclrtMemcpyAsync(placed["indices"].pointer, late.nbytes, source, late.nbytes, 3, stream)
+raw.add_lora_execute(workspace, executor, stream.value)
+cann.aclrtSynchronizeStream(stream)
+arguments["indices"] = late
+near(read(out, expected), raw.add_lora(**arguments, layer_idx=1, scale=2.0, y_offset=48, rounding="device"))
+
+kept = read(out, expected)
+late[4] = 5
+cann.aclrtMemcpy(placed["indices"].pointer, late.nbytes, late.ctypes.data, late.nbytes, 1)
+refused(561002, "got 5 in row 4", workspace, executor, stream.value)
+assert read(out, expected).tobytes() == kept.tobytes()
+assert control().misuse() == 0, control().misuse_log()
+""",
+        EMU_STREAM_MODE="sync",
+    )
+
+
+def test_what_is_wrong_with_tensors_on_the_device(run):
+    run(
+        ON_DEVICE
+        + """
+arguments = problem()
+placed = place(arguments)
+out = on_device(np.full_like(arguments["y"], 7))
+before = control().calls("aclnnAddLoraGetWorkspaceSize")
+
+def refused(kind, words, **replaced):
+    try:
+        raw.add_lora(**(placed | {"out": out} | replaced))
+    except kind as error:
+        for word in words:
+            assert word in str(error), error
+    else:
+        raise AssertionError("accepted")
+
+refused(TypeError, ["x", "device_tensor", "ndarray"], x=arguments["x"])
+refused(TypeError, ["out", "device_tensor", "ndarray"], out=arguments["y"])
+refused(raw.AddLoraError, ["out", "device_tensor"], out=None)
+refused(ValueError, ["backend", "aclnn", "cpu"], backend="cpu")
+refused(raw.AddLoraError, ["layer_idx", "got 3"], layer_idx=3)
+refused(raw.AddLoraError, ["x", "float16", "float32"],
+        x=raw.device_tensor(placed["x"].pointer, [9, 64], "float32"))
+refused(raw.AddLoraError, ["indices", "int64"],
+        indices=raw.device_tensor(placed["indices"].pointer, [9], "int64"))
+refused(raw.AddLoraError, ["out", "overlaps x"],
+        out=raw.device_tensor(placed["x"].pointer, [9, 80], "float16"))
+refused(raw.AddLoraError, ["limits"], limits="none")
+try:
+    raw.add_lora(**(arguments | {"out": out}))
+    raise AssertionError("accepted")
+except TypeError as error:
+    assert "out: expected a numpy.ndarray, as y is, got DeviceTensor" in str(error), error
+assert control().calls("aclnnAddLoraGetWorkspaceSize") == before
+assert (read(out, arguments["y"]) == 7).all()
+
+for pointer, shape, dtype, kind in [
+    (16, [4], "float16", ValueError), (0, [4], "float16", ValueError), (-32, [4], "float16", ValueError),
+    (2**64, [4], "float16", ValueError), (32, [-1], "float16", ValueError), (32, [2**62, 8], "float16", ValueError),
+    (32.0, [4], "float16", TypeError), (32, [4], "no dtype", TypeError), (True, [1], "int32", TypeError)]:
+    try:
+        raw.device_tensor(pointer, shape, dtype)
+    except kind:
+        continue
+    raise AssertionError((pointer, shape, dtype))
+assert raw.device_tensor(0, [0, 4], np.float16).shape == (0, 4)
+""",
+    )
+
+
+def test_index_w_is_skipped_on_a_310p_with_32_adapters_too(run):
+    run(
+        ON_DEVICE
+        + """
+arguments = problem(w=32, b=40)
+assert (arguments["indices"] == 32).any()
+expected = raw.add_lora(**arguments, rounding="device")
+near(raw.add_lora(**arguments, backend="aclnn"), expected)
+out = on_device(np.zeros_like(arguments["y"]))
+near(read(raw.add_lora(**place(arguments), out=out), expected), expected)
+assert control().misuse() == 0, control().misuse_log()
+""",
+        EMU_SOC="Ascend310P3",
+    )
+
+
+def test_a_row_of_x_that_the_cores_cannot_hold_is_refused(run):
+    run(
+        """
+for h1 in (49152, 49168):
+    arguments = problem(b=2, h1=h1, w=1, layers=1)
+    arguments["indices"][:] = 0
+    try:
+        out = raw.add_lora(**arguments, backend="aclnn")
+        assert h1 == 49152 and out.shape == (2, 80)
+    except raw.AddLoraError as error:
+        assert h1 == 49168 and error.code == 561002
+        assert "H1 <= 49152 on the NPU, got H1 = 49168" in str(error), error
+""",
+    )

@@ -1,11 +1,12 @@
 #include "aclnn_backend.hpp"
 
 #include <cstring>
-#include <mutex>
 #include <stdexcept>
 #include <vector>
 
+#include "../rules.hpp"
 #include "cann.hpp"
+#include "device_tensor.hpp"
 #include "handles.hpp"
 
 namespace addlora {
@@ -14,141 +15,184 @@ namespace {
 using aclnn::cann;
 using aclnn::require;
 
-std::string unavailable() {
-  const aclnn::Cann& found = cann();
-  if (!found.found) return found.missing;
-  if (!found.soc.empty() && !aclnn::supports_soc(found.soc)) {
-    return "the operator has no kernels for this SoC, " + found.soc +
-           " (it has for Ascend910B, Atlas A2, and Ascend310P)";
-  }
-  return {};
-}
-
-// Once per process, and the device for each thread. Others in the process, MindSpore for one, may have been first.
-void enter_device() {
-  static std::once_flag once;
-  std::call_once(once, [] {
-    const int code = cann().call.aclInit(nullptr);
-    if (code != aclnn::kAlreadyInitialised) require(code, "aclInit");
-    require(cann().call.aclnnInit(nullptr), "aclnnInit");
-  });
-  thread_local bool entered = false;
-  if (entered) return;
-  require(cann().call.aclrtSetDevice(0), "aclrtSetDevice");
-  entered = true;
-}
-
-std::size_t element_count(const TensorView& view) {
-  std::size_t count = 1;
-  for (int i = 0; i < view.ndim; ++i) count *= static_cast<std::size_t>(view.shape[i]);
-  return count;
-}
-
-// The elements of a view, one after the other.
-void gather(const TensorView& view, int axis, const char* from, char*& to) {
-  const std::size_t item = dtype_bytes(view.dtype);
-  for (std::int64_t i = 0; i < view.shape[axis]; ++i, from += view.strides[axis]) {
-    if (axis + 1 < view.ndim) {
-      gather(view, axis + 1, from, to);
-    } else {
-      std::memcpy(to, from, item);
-      to += item;
-    }
-  }
-}
-
-// A host tensor's place on the device, contiguous there whatever it is on the host.
-class DeviceTensor {
- public:
-  explicit DeviceTensor(const TensorView& host)
-      : host_(host), bytes_(element_count(host) * dtype_bytes(host.dtype)), memory_(aclnn::allocate(bytes_)) {
-    TensorView contiguous = host;
-    set_contiguous_strides(contiguous);
-    std::int64_t strides[kMaxDims];
-    for (int i = 0; i < host.ndim; ++i) {
-      strides[i] = contiguous.strides[i] / static_cast<std::int64_t>(dtype_bytes(host.dtype));
-    }
-    const auto dims = static_cast<std::uint64_t>(host.ndim);
-    handle_.reset(cann().call.aclCreateTensor(
-        host.shape, dims, host.dtype == DType::kInt32 ? aclnn::kAclInt32 : aclnn::kAclFloat16, strides, 0,
-        aclnn::kFormatNd, host.shape, dims, memory_.get()));
-    if (handle_ == nullptr) throw aclnn::Error(0, "aclCreateTensor returned no tensor");
-  }
-
-  const aclnn::Tensor* handle() const { return handle_.get(); }
-
-  void upload() {
-    const void* from = host_.data;
-    std::vector<char> staging;
-    if (!host_.is_contiguous()) {
-      staging.resize(bytes_);
-      char* to = staging.data();
-      gather(host_, 0, host_.bytes(), to);
-      from = staging.data();
-    }
-    require(cann().call.aclrtMemcpy(memory_.get(), bytes_, from, bytes_, aclnn::kHostToDevice), "aclrtMemcpy");
-  }
-
-  void download(void* to) const {
-    require(cann().call.aclrtMemcpy(to, bytes_, memory_.get(), bytes_, aclnn::kDeviceToHost), "aclrtMemcpy");
-  }
-
- private:
-  const TensorView host_;
-  std::size_t bytes_;
-  aclnn::DeviceMemory memory_;
-  aclnn::TensorHandle handle_;
+// The operands on the device. The operator adds into y and never writes out, so y is passed as both.
+struct Operands {
+  const aclnn::Tensor *y, *x, *weight_b, *indices, *weight_a;
 };
 
-// The operator adds into y and never writes out, so the device's copy of y is passed as both and read back.
-class AclnnExecution final : public Execution {
+// CANN's first phase, and what it keeps for the second.
+class PlannedCall {
  public:
-  explicit AclnnExecution(const Problem& problem) : out_(*problem.out) {
-    const auto place = [](const TensorView* view) {
-      return view == nullptr ? nullptr : std::make_unique<DeviceTensor>(*view);
-    };
-    y_ = place(problem.y);
-    x_ = place(problem.x);
-    weight_b_ = place(problem.weight_b);
-    indices_ = place(problem.indices);
-    weight_a_ = place(problem.weight_a);
-    // y_slice_size is resolved: older CANN refuses -1.
+  PlannedCall(const Problem& problem, const Operands& on_device) {
     aclnn::Executor* executor = nullptr;
     std::uint64_t size = 0;
-    require(cann().call.aclnnAddLoraGetWorkspaceSize(
-                y_->handle(), x_->handle(), weight_b_->handle(), indices_->handle(),
-                weight_a_ == nullptr ? nullptr : weight_a_->handle(), problem.layer_idx, problem.scale,
-                problem.y_offset, problem.weight_b->shape[2], y_->handle(), &size, &executor),
+    // y_slice_size is resolved: older CANN refuses -1.
+    require(cann().call.aclnnAddLoraGetWorkspaceSize(on_device.y, on_device.x, on_device.weight_b, on_device.indices,
+                                                     on_device.weight_a, problem.layer_idx, problem.scale,
+                                                     problem.y_offset, problem.weight_b->shape[2], on_device.y, &size,
+                                                     &executor),
             "aclnnAddLoraGetWorkspaceSize");
     executor_.reset(executor);
     workspace_bytes_ = static_cast<std::size_t>(size);
     // Always repeatable, and destroyed by us: what becomes of a single-use one whose second phase fails is not known.
     require(cann().call.aclSetAclOpExecutorRepeatable(executor), "aclSetAclOpExecutorRepeatable");
-    if (workspace_bytes_ > 0) workspace_ = aclnn::allocate(workspace_bytes_);
   }
 
-  std::size_t workspace_bytes() const override { return workspace_bytes_; }
-  bool uses_workspace() const override { return false; }
-  void set_repeatable() override {}
+  std::size_t workspace_bytes() const { return workspace_bytes_; }
 
-  void run(void*, void*) override {
-    enter_device();
-    for (DeviceTensor* tensor : {y_.get(), x_.get(), weight_b_.get(), indices_.get(), weight_a_.get()}) {
-      if (tensor != nullptr) tensor->upload();
-    }
-    const aclnn::StreamHandle stream = aclnn::make_stream();
-    require(cann().call.aclnnAddLora(workspace_.get(), workspace_bytes_, executor_.get(), stream.get()),
-            "aclnnAddLora");
-    require(cann().call.aclrtSynchronizeStream(stream.get()), "aclrtSynchronizeStream");
-    y_->download(out_.data);
+  void launch(void* workspace, aclnn::Stream stream) const {
+    require(cann().call.aclnnAddLora(workspace, workspace_bytes_, executor_.get(), stream), "aclnnAddLora");
   }
 
  private:
-  const TensorView out_;
-  std::unique_ptr<DeviceTensor> y_, x_, weight_b_, indices_, weight_a_;
-  aclnn::DeviceMemory workspace_;
   std::size_t workspace_bytes_ = 0;
   aclnn::ExecutorHandle executor_;
+};
+
+aclnn::DeviceMemory workspace_for(const PlannedCall& call) {
+  return call.workspace_bytes() > 0 ? aclnn::allocate(call.workspace_bytes()) : nullptr;
+}
+
+void synchronize(aclnn::Stream stream) {
+  require(cann().call.aclrtSynchronizeStream(stream), "aclrtSynchronizeStream");
+}
+
+// The indices as the device gets them, in memory of our own: "no adapter" is always -1 there. W itself would do, but on
+// an Ascend310P with 32 adapters it overruns an array of the operator.
+class DeviceIndices {
+ public:
+  explicit DeviceIndices(const Problem& problem)
+      : adapters_(problem.weight_b->shape[0]),
+        values_(static_cast<std::size_t>(problem.indices->shape[0])),
+        tensor_(values_view()) {}
+
+  const aclnn::Tensor* handle() const { return tensor_.handle(); }
+
+  void upload(const TensorView& on_host) {
+    const char* from = on_host.bytes();
+    for (std::int32_t& value : values_) {
+      std::memcpy(&value, from, sizeof value);
+      if (value >= adapters_) value = -1;
+      from += on_host.strides[0];
+    }
+    tensor_.upload();
+  }
+
+  // A host view of the indices that lie on the device, for the check.
+  TensorView read(const TensorView& on_device) {
+    const std::size_t bytes = values_.size() * sizeof values_[0];
+    require(cann().call.aclrtMemcpy(values_.data(), bytes, on_device.data, bytes, aclnn::kDeviceToHost), "aclrtMemcpy");
+    return values_view();
+  }
+
+ private:
+  TensorView values_view() {
+    TensorView view;
+    view.data = values_.data();
+    view.dtype = DType::kInt32;
+    view.ndim = 1;
+    view.shape[0] = static_cast<std::int64_t>(values_.size());
+    set_contiguous_strides(view);
+    return view;
+  }
+
+  const std::int64_t adapters_;
+  std::vector<std::int32_t> values_;
+  aclnn::HostTensor tensor_;
+};
+
+// numpy arrays: copied to the device, and the result copied back.
+class HostExecution final : public Execution {
+ public:
+  explicit HostExecution(const Problem& problem)
+      : problem_(problem),
+        y_(*problem.y),
+        x_(*problem.x),
+        weight_b_(*problem.weight_b),
+        indices_(problem),
+        weight_a_(problem.weight_a == nullptr ? nullptr : std::make_unique<aclnn::HostTensor>(*problem.weight_a)),
+        call_(problem, {y_.handle(), x_.handle(), weight_b_.handle(), indices_.handle(),
+                        weight_a_ == nullptr ? nullptr : weight_a_->handle()}),
+        workspace_(workspace_for(call_)) {}
+
+  std::size_t workspace_bytes() const override { return call_.workspace_bytes(); }
+  bool uses_workspace() const override { return false; }
+  void set_repeatable() override {}
+
+  Status run(void*, void*) override {
+    aclnn::enter_device();
+    for (aclnn::HostTensor* tensor : {&y_, &x_, &weight_b_, weight_a_.get()}) {
+      if (tensor != nullptr) tensor->upload();
+    }
+    indices_.upload(*problem_.indices);
+    const aclnn::StreamHandle stream = aclnn::make_stream();
+    call_.launch(workspace_.get(), stream.get());
+    synchronize(stream.get());
+    y_.download(problem_.out->data);
+    return {};
+  }
+
+ private:
+  const Problem problem_;
+  aclnn::HostTensor y_, x_, weight_b_;
+  DeviceIndices indices_;
+  std::unique_ptr<aclnn::HostTensor> weight_a_;
+  PlannedCall call_;
+  aclnn::DeviceMemory workspace_;
+};
+
+// Tensors that are on the device: nothing is copied but y, where out is not y itself, and the indices, to be checked.
+class DeviceExecution final : public Execution {
+ public:
+  explicit DeviceExecution(const Problem& problem)
+      : problem_(problem),
+        handles_{aclnn::describe(*problem.out, problem.out->data),
+                 aclnn::describe(*problem.x, problem.x->data),
+                 aclnn::describe(*problem.weight_b, problem.weight_b->data),
+                 problem.weight_a == nullptr ? nullptr : aclnn::describe(*problem.weight_a, problem.weight_a->data)},
+        indices_(problem),
+        call_(problem, {handles_[0].get(), handles_[1].get(), handles_[2].get(), indices_.handle(),
+                        handles_[3].get()}) {}
+
+  std::size_t workspace_bytes() const override { return call_.workspace_bytes(); }
+  bool uses_workspace() const override { return true; }
+  void set_repeatable() override {}
+
+  // On a stream of the caller's the work is only begun; without one it is done when this returns.
+  Status run(void* workspace, void* stream) override {
+    aclnn::enter_device();
+    aclnn::StreamHandle own;
+    if (stream == nullptr) {
+      own = aclnn::make_stream();
+      stream = own.get();
+    }
+    if (Status status = guard_indices(stream); !status.ok()) return status;
+    if (problem_.y->data != problem_.out->data) {
+      const std::size_t bytes = aclnn::contiguous_bytes(*problem_.y);
+      require(cann().call.aclrtMemcpyAsync(problem_.out->data, bytes, problem_.y->data, bytes, aclnn::kDeviceToDevice, stream),
+              "aclrtMemcpyAsync");
+    }
+    call_.launch(workspace, stream);
+    if (own != nullptr) synchronize(stream);
+    return {};
+  }
+
+ private:
+  // An index above W would make the device write outside its memory.
+  Status guard_indices(aclnn::Stream stream) {
+    synchronize(stream);  // what computes the indices may be under way
+    const TensorView on_host = indices_.read(*problem_.indices);
+    Problem problem = problem_;
+    problem.indices = &on_host;
+    Status status = check_indices(problem);
+    if (status.ok()) indices_.upload(on_host);
+    return status;
+  }
+
+  const Problem problem_;
+  aclnn::TensorHandle handles_[4];  // y (in out's memory), x, weight_b, weight_a
+  DeviceIndices indices_;
+  PlannedCall call_;
 };
 
 // An empty batch: nothing to do, and nothing to ask the device for.
@@ -157,7 +201,7 @@ class EmptyExecution final : public Execution {
   std::size_t workspace_bytes() const override { return 0; }
   bool uses_workspace() const override { return false; }
   void set_repeatable() override {}
-  void run(void*, void*) override {}
+  Status run(void*, void*) override { return {}; }
 };
 
 class AclnnBackend final : public Backend {
@@ -166,7 +210,7 @@ class AclnnBackend final : public Backend {
 
   BackendInfo info() const override {
     const aclnn::Cann& found = cann();
-    const std::string reason = unavailable();
+    const std::string reason = aclnn::unavailable();
     const std::string detail = !found.found ? std::string()
                                             : "SoC " + found.soc + ", " + found.runtime_path + ", " +
                                                   found.nnopbase_path + ", " + found.operator_path;
@@ -178,15 +222,23 @@ class AclnnBackend final : public Backend {
   const char* supported_dtypes() const override { return "float16"; }
 
   std::unique_ptr<Execution> plan(const Problem& problem) const override {
-    if (const std::string reason = unavailable(); !reason.empty()) {
+    if (const std::string reason = aclnn::unavailable(); !reason.empty()) {
       throw std::invalid_argument("backend: \"aclnn\" is not available: " + reason);
     }
     if (problem.y->shape[0] == 0) return std::make_unique<EmptyExecution>();
-    enter_device();
-    return std::make_unique<AclnnExecution>(problem);
+    aclnn::enter_device();
+    if (problem.y->on_device) return std::make_unique<DeviceExecution>(problem);
+    return std::make_unique<HostExecution>(problem);
   }
 
-  void run(const Problem& problem) const override { plan(problem)->run(nullptr, nullptr); }
+  Status run(const Problem& problem) const override {
+    const std::unique_ptr<Execution> execution = plan(problem);
+    aclnn::DeviceMemory workspace;
+    if (execution->uses_workspace() && execution->workspace_bytes() > 0) {
+      workspace = aclnn::allocate(execution->workspace_bytes());
+    }
+    return execution->run(workspace.get(), nullptr);
+  }
 };
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <mutex>
 #include <sstream>
 #include <vector>
 
@@ -120,6 +121,7 @@ Cann search() {
   look_up(runtime, "aclrtMalloc", call.aclrtMalloc, missing);
   look_up(runtime, "aclrtFree", call.aclrtFree, missing);
   look_up(runtime, "aclrtMemcpy", call.aclrtMemcpy, missing);
+  look_up(runtime, "aclrtMemcpyAsync", call.aclrtMemcpyAsync, missing);
   look_up(nnopbase, "aclnnInit", call.aclnnInit, missing);
   look_up(nnopbase, "aclCreateTensor", call.aclCreateTensor, missing);
   look_up(nnopbase, "aclDestroyTensor", call.aclDestroyTensor, missing);
@@ -147,6 +149,29 @@ const Cann& cann() {
 
 bool supports_soc(const std::string& soc) {
   return soc.compare(0, 10, "Ascend910B") == 0 || soc.compare(0, 10, "Ascend310P") == 0;
+}
+
+std::string unavailable() {
+  const Cann& found = cann();
+  if (!found.found) return found.missing;
+  if (!found.soc.empty() && !supports_soc(found.soc)) {
+    return "the operator has no kernels for this SoC, " + found.soc +
+           " (it has for Ascend910B, Atlas A2, and Ascend310P)";
+  }
+  return {};
+}
+
+void enter_device() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    const int code = cann().call.aclInit(nullptr);
+    if (code != kAlreadyInitialised) require(code, "aclInit");
+    require(cann().call.aclnnInit(nullptr), "aclnnInit");
+  });
+  thread_local bool entered = false;
+  if (entered) return;
+  require(cann().call.aclrtSetDevice(0), "aclrtSetDevice");
+  entered = true;
 }
 
 void require(int code, const char* function) {

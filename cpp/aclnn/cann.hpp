@@ -32,6 +32,7 @@ struct Functions {
   int (*aclrtMalloc)(void** memory, std::size_t bytes, int policy);
   int (*aclrtFree)(void* memory);
   int (*aclrtMemcpy)(void* to, std::size_t to_bytes, const void* from, std::size_t bytes, int kind);
+  int (*aclrtMemcpyAsync)(void* to, std::size_t to_bytes, const void* from, std::size_t bytes, int kind, Stream stream);
   int (*aclnnInit)(const char* config);
   Tensor* (*aclCreateTensor)(const std::int64_t* shape, std::uint64_t dims, int dtype, const std::int64_t* strides,
                              std::int64_t offset, int format, const std::int64_t* storage_shape,
@@ -61,6 +62,13 @@ const Cann& cann();
 
 // The devices that the operator has kernels for, by the names of their SoCs.
 bool supports_soc(const std::string& soc);
+
+// Why the operator cannot run here; empty where it can.
+std::string unavailable();
+
+// Makes the device the calling thread's; everything below a call into CANN needs it. CANN is initialised once per
+// process, and others in the process, MindSpore for one, may have been first.
+void enter_device();
 
 // A call into CANN that failed: its code, and its text.
 class Error : public std::runtime_error {

@@ -299,8 +299,9 @@ class CpuExecution final : public Execution {
   std::size_t workspace_bytes() const override { return plan_.layout.bytes; }
   bool uses_workspace() const override { return true; }
   void set_repeatable() override {}
-  void run(void* workspace, void*) override {
+  Status run(void* workspace, void*) override {
     if (plan_.sizes.b > 0) run_plan(problem_, plan_, kernels_, workspace);
+    return {};
   }
 
  private:
@@ -329,11 +330,12 @@ class CpuBackend final : public Backend {
     return std::make_unique<CpuExecution>(problem);
   }
 
-  void run(const Problem& problem) const override {
+  Status run(const Problem& problem) const override {
     thread_local Scratch scratch;
     const KernelSet& set = kernels();
     const Plan plan = make_plan(problem, cpu::thread_count());
     run_plan(problem, plan, set, scratch.at_least(plan.layout.bytes));
+    return {};
   }
 };
 

@@ -6,12 +6,14 @@ in CANN's aclnn interface. Importing this module does not import MindSpore.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import numpy.typing as npt
 
 from . import _core
-from ._core import Executor
+from ._core import DeviceTensor, Executor
 from ._errors import AclError, AddLoraError
 
 __all__ = [
@@ -19,12 +21,14 @@ __all__ = [
     "AclError",
     "AddLoraError",
     "BackendInfo",
+    "DeviceTensor",
     "Executor",
     "Rule",
     "add_lora",
     "add_lora_execute",
     "add_lora_get_workspace_size",
     "backends",
+    "device_tensor",
     "get_num_threads",
     "kernel_sets",
     "last_kernel_set",
@@ -61,22 +65,57 @@ class BackendInfo(NamedTuple):
     """What it runs on: the kernel set, or library paths and SoC."""
 
 
+def device_tensor(pointer: int, shape: Sequence[int], dtype: Any) -> DeviceTensor:
+    """A tensor that is in the NPU's memory already, for :func:`add_lora` and its two phases: nothing is copied.
+
+    Args:
+        pointer (int): The device address of the first element, a multiple of 32 (MindSpore: ``tensor.data_ptr()``).
+            Whoever owns the memory keeps it alive until the call's work is done.
+        shape (Sequence[int]): The elements lie there one after the other, in C order.
+        dtype (numpy dtype, its name, or a MindSpore dtype): float16, int32 for indices, uint8 for a workspace.
+
+    Returns:
+        DeviceTensor, with ``pointer``, ``shape`` and ``dtype``.
+
+    Raises:
+        ValueError: The address is not aligned or is null, or a dimension is negative.
+        TypeError: An argument is not of the type above.
+
+    Supported Platforms:
+        ``Ascend`` (tested on an emulated CANN only)
+
+    Examples:
+        >>> from mindspore_addlora import raw
+        >>> raw.device_tensor(4096, [2, 16], "float16")
+        device_tensor(4096, [2, 16], "float16")
+    """
+    if isinstance(pointer, bool) or not isinstance(pointer, int):
+        raise TypeError(f"pointer: expected an integer, got {type(pointer).__name__}")
+    if not 0 <= pointer < 2**64:
+        raise ValueError(f"pointer: expected a device address, a multiple of 32, got {pointer}")
+    try:
+        described = np.dtype(dtype)
+    except TypeError:  # MindSpore's dtypes are named like numpy's, with a capital
+        described = np.dtype(str(dtype).lower())
+    return DeviceTensor(pointer, [int(n) for n in shape], described.name, described.itemsize)
+
+
 def add_lora(
-    y: Array,
-    x: Array,
-    weight_b: Array,
-    indices: Array,
-    weight_a: Array | None = None,
+    y: Array | DeviceTensor,
+    x: Array | DeviceTensor,
+    weight_b: Array | DeviceTensor,
+    indices: Array | DeviceTensor,
+    weight_a: Array | DeviceTensor | None = None,
     *,
     layer_idx: int = 0,
     scale: float = 1.0,
     y_offset: int = 0,
     y_slice_size: int = -1,
-    out: Array | None = None,
+    out: Array | DeviceTensor | None = None,
     backend: str | None = None,
     limits: Limits = "npu",
     rounding: Rounding = "float32",
-) -> Array:
+) -> Any:
     r"""Adds to each row of y the low-rank product of its own adapter.
 
     .. code-block:: text
@@ -86,6 +125,10 @@ def add_lora(
 
     A row whose index is negative or W has no adapter: its row of out is y's, bit for bit. With ``weight_a=None``
     the first product is left out and x is [B, R]. The rules are in :data:`LIMITS`.
+
+    Tensors may be in the NPU's memory (:func:`device_tensor`), all of them or none, and out must be given then. What
+    computes them must be done before the call; the indices are read back to be checked; the work is done when the call
+    returns.
 
     Args:
         y (numpy.ndarray): [B, H3], what is added to. Any strides. float16, bfloat16 (``ml_dtypes.bfloat16``) or
@@ -99,15 +142,15 @@ def add_lora(
         y_offset (int): The first column that is added to.
         y_slice_size (int): -1 or H2.
         out (numpy.ndarray, optional): [B, H3], C-contiguous; y itself to work in place. Allocated where it is None.
-        backend (str, optional): "cpu", the default, or "aclnn": the arrays are copied to the NPU, CANN's operator runs
-            there, and the result is copied back. float16, limits "npu", and the device's rounding.
+        backend (str, optional): "cpu", the default for arrays, or "aclnn": the arrays are copied to the NPU, CANN's
+            operator runs there, and the result is copied back. float16, limits "npu", and the device's rounding.
         limits (str): "npu" enforces every limit of the NPU, so that what runs here runs there; "none" lifts the
             limits of size.
         rounding (str): "float32" computes in float32 and rounds once, at the end. "device" (float16) rounds where
             the NPU does, to predict its results.
 
     Returns:
-        numpy.ndarray, out.
+        numpy.ndarray, out (a DeviceTensor where y is one).
 
     Raises:
         AddLoraError: A rule was broken. Nothing has been written.
@@ -148,16 +191,16 @@ def add_lora(
 
 
 def add_lora_get_workspace_size(
-    y: Array,
-    x: Array,
-    weight_b: Array,
-    indices: Array,
-    weight_a: Array | None,
+    y: Array | DeviceTensor,
+    x: Array | DeviceTensor,
+    weight_b: Array | DeviceTensor,
+    indices: Array | DeviceTensor,
+    weight_a: Array | DeviceTensor | None,
     layer_idx: int,
     scale: float,
     y_offset: int,
     y_slice_size: int,
-    out: Array,
+    out: Array | DeviceTensor,
     *,
     backend: str | None = None,
     limits: Limits = "npu",
@@ -212,10 +255,13 @@ def add_lora_execute(workspace: Any, executor: Executor, stream: int | None = No
 
     Args:
         workspace (buffer): Any writable, C-contiguous buffer of at least the bytes that phase one returned, apart
-            from the tensors; its contents do not matter. None where that number is 0. Not used on backend "aclnn",
-            where the executor owns the device memory.
+            from the tensors; its contents do not matter. None where that number is 0. Not used with numpy arrays on
+            backend "aclnn", where the executor owns the device memory. A :func:`device_tensor` where the tensors are.
         executor (Executor): What phase one returned.
-        stream (int, optional): Not used with numpy arrays.
+        stream (int, optional): With tensors on the device, the handle of the stream (an ``aclrtStream``) to run on. The
+            indices are read back once the stream's earlier work is done; after that the work is only begun, and the
+            tensors, the workspace and the executor must stay until the stream is synchronised. Without a stream, and
+            with numpy arrays, the work is done when this returns.
 
     Raises:
         AddLoraError: 161001 for a missing workspace or executor; 161002 for a spent executor or a workspace that is
