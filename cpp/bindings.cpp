@@ -586,6 +586,8 @@ PYBIND11_MODULE(_core, module) {
                             name + " a multiple of " + std::to_string(kMultiple) + " on the NPU",
                             name + " = " + std::to_string(width)));
   });
+  module.attr("LIMITS") = py::dict(py::arg("multiple") = kMultiple, py::arg("rank") = kMaxRank,
+                                   py::arg("adapters") = kMaxAdapters, py::arg("layers") = kMaxLayers);
   module.def("rules", [] {
     py::list table;
     for (const Rule& rule : rules()) {

@@ -188,6 +188,17 @@ def bfloat16_runs_the_delta_in_float16(mode):
 
 
 @check
+def float32_runs_the_products_in_float16(mode):
+    p = problem()
+    q = {n: v if n == "indices" else v.astype(np.float32) for n, v in p.items()}
+    out = mal.add_lora(*(Tensor(v) for v in q.values()), layer_idx=1, scale=0.5, y_offset=16)
+    exact = raw.add_lora(**q, layer_idx=1, scale=0.5, y_offset=16, limits="none")
+    assert (np.abs(out.asnumpy() - exact) <= 2**-9 * (1 + np.abs(exact))).all()
+    none = (p["indices"] < 0) | (p["indices"] >= 4)
+    assert out.asnumpy()[none].tobytes() == q["y"][none].tobytes()
+
+
+@check
 def a_chain_whose_middle_is_returned_too(mode):
     p = problem()
 
@@ -284,6 +295,186 @@ def the_cell_with_two_layers_in_one_bank(mode):
         p["weight_a"][2] = 0
         for layer in range(2):
             cell.set_adapter(2, p["weight_a"][2, layer], p["weight_b"][2, layer], layer_idx=layer)
+
+
+def a_cell_of(p, dtype=ms.float16):
+    """The adapters of a problem in a cell; ones of lower rank padded."""
+    w, layers, h2, r = p["weight_b"].shape
+    cell = mal.nn.AddLora(32, h2, r, w, num_layers=layers, y_offset=16, scale=0.5, dtype=dtype)
+    for slot in range(w):
+        for layer in range(layers):
+            cell.set_adapter(
+                slot, p["weight_a"][slot, layer], p["weight_b"][slot, layer], layer_idx=layer
+            )
+    return cell
+
+
+COPIES = ("aclnnConstantPadNd", "aclnnCast", "aclnnInplaceCopy", "StridedSlice")
+
+
+def copies_of(call):
+    """How often each of the copying operators runs in a call of a model that has run before."""
+    call()
+    before = {name: CONTROL.calls(name) for name in COPIES}
+    call()
+    return {name: CONTROL.calls(name) - before[name] for name in COPIES}
+
+
+@check
+def the_cell_holds_its_bank_padded_and_copies_no_weight(mode):
+    plain = problem()
+    model = Model(plain)
+    tensors = [Tensor(plain[n]) for n in ("y", "x", "indices")]
+    # Rank 16, two layers, four adapters: y and the indices are copied, and no weight.
+    necessary = copies_of(lambda: model(*tensors).asnumpy())
+    assert necessary["aclnnConstantPadNd"] == necessary["StridedSlice"] == 0
+    for sizes in ({"r": 5}, {"r": 5, "w": 70}, {"r": 5, "layers": 40}, {"r": 200}):
+        p = problem(**sizes)
+        cell = a_cell_of(p)
+        tensors = [Tensor(p[n]) for n in ("y", "x", "indices")]
+        calls = -(-p["weight_b"].shape[0] // 32) * -(-p["weight_b"].shape[3] // 128)
+        copies = copies_of(lambda cell=cell, tensors=tensors: cell(*tensors, 1).asnumpy())
+        for name in COPIES:
+            assert copies[name] <= calls * necessary[name], (sizes, copies, necessary)
+
+
+@check
+def the_cell_with_a_rank_above_128(mode):
+    p = problem(r=200)
+    out = a_cell_of(p)(*(Tensor(p[n]) for n in ("y", "x", "indices")), 1).asnumpy()
+    exact = raw.add_lora(**p, layer_idx=1, scale=0.5, y_offset=16, limits="none")
+    assert (
+        np.abs(out.astype(np.float64) - exact) <= 2**-7 * (1 + np.abs(exact.astype(np.float64)))
+    ).all()
+
+
+@check
+def the_cell_with_many_adapters_and_layers(mode):
+    p = problem(b=12, w=70, layers=34, r=5)
+    p["indices"] = np.array([0, 31, 32, 33, 63, 64, 69, 70, -1, 71, 5, 2**31 - 1], np.int32)
+    cell = a_cell_of(p)
+    tensors = [Tensor(p[n]) for n in ("y", "x", "indices")]
+    p["indices"][p["indices"] > 70] = -1
+    for layer in (0, 31, 32, 33):
+        near(cell(*tensors, layer).asnumpy(), expected(p, layer_idx=layer))
+    cell.clear_adapter(33)
+    p["weight_b"][33] = 0
+    near(cell(*tensors, 33).asnumpy(), expected(p, layer_idx=33))
+
+
+@check
+def the_cell_in_bfloat16_holds_float16(mode):
+    p = problem(r=5)
+    q = {n: v if n == "indices" else v.astype(ml_dtypes.bfloat16) for n, v in p.items()}
+    cell = a_cell_of(q, ms.bfloat16)
+    assert cell.lora_a.dtype == ms.float16
+    tensors = Tensor(p["y"], ms.bfloat16), Tensor(p["x"], ms.bfloat16), Tensor(p["indices"])
+    out = cell(*tensors, 1)
+    assert out.dtype == ms.bfloat16
+    exact = raw.add_lora(**q, layer_idx=1, scale=0.5, y_offset=16, limits="none")
+    difference = np.abs(out.float().asnumpy() - exact.astype(np.float32))
+    assert (difference <= 2**-6 * (1 + np.abs(exact.astype(np.float32)))).all()
+    try:
+        cell(Tensor(p["y"]), *tensors[1:], 1)
+    except raw.AddLoraError as error:
+        assert "bfloat16" in str(error) and "float16" in str(error), error
+    else:
+        raise AssertionError("float16 rows of y were accepted by a bfloat16 cell")
+
+
+@check
+def the_cell_refuses_widths_when_it_is_made(mode):
+    for sizes, name in (((24, 16), "H1"), ((32, 20), "H2"), ((49168, 16), "H1 <= 49152")):
+        try:
+            mal.nn.AddLora(*sizes, 16, 4)
+        except raw.AddLoraError as error:
+            assert name in str(error), error
+        else:
+            raise AssertionError(f"{name} was accepted")
+
+
+@check
+def a_failure_of_cann_has_its_code_and_text_and_the_next_call_works(mode):
+    p = problem()
+    model = Model(p)
+    tensors = [Tensor(p[n]) for n in ("y", "x", "indices")]
+    near(model(*tensors).asnumpy(), expected(p))
+    # An executor that was planned once is used again: only its second phase runs.
+    CONTROL.fail("aclnnAddLora", 561000, "E561000: the reason of this check")
+    try:
+        model(*tensors).asnumpy()
+    except RuntimeError as error:
+        assert "the reason of this check" in str(error), error
+        assert "aclnnAddLora" in str(error), error
+    else:
+        raise AssertionError("no failure")
+    finally:
+        CONTROL.clear_failures()
+    works_again(model, mode, p, tensors)
+
+
+def works_again(model, mode, p, tensors):
+    """After a kernel failed, MindSpore refuses every later step of that compiled graph: there, another one works."""
+    if mode == "graph":
+        model = Model(p)
+    near(model(*tensors).asnumpy(), expected(p))
+
+
+@check
+def a_failure_of_the_first_phase(mode):
+    p = problem(b=11)
+    model = Model(p)
+    tensors = [Tensor(p[n]) for n in ("y", "x", "indices")]
+    CONTROL.fail("aclnnAddLoraGetWorkspaceSize", 561002, "E561002: the reason of this check")
+    try:
+        model(*tensors).asnumpy()
+    except RuntimeError as error:
+        assert "the reason of this check" in str(error), error
+    else:
+        raise AssertionError("no failure")
+    finally:
+        CONTROL.clear_failures()
+    works_again(model, mode, p, tensors)
+
+
+@check
+def the_device_failing_while_it_runs(mode):
+    p = problem(b=10)
+    model = Model(p)
+    tensors = [Tensor(p[n]) for n in ("y", "x", "indices")]
+    near(model(*tensors).asnumpy(), expected(p))
+    CONTROL.fail("aclnnAddLora.kernel", 507015, "EZ9999: the reason of this check")
+    try:
+        model(*tensors).asnumpy()
+        ms.runtime.synchronize()
+    except RuntimeError as error:
+        assert "the reason of this check" in str(error) or "507015" in str(error), error
+    else:
+        raise AssertionError("no failure")
+    finally:
+        CONTROL.clear_failures()
+    works_again(model, mode, p, tensors)
+
+
+@check
+def raw_on_tensors_of_mindspore(mode):
+    p = problem()
+    tensors = {name: Tensor(value) + 0 for name, value in p.items()}
+    out = Tensor(np.zeros_like(p["y"])) + 0
+    ms.runtime.synchronize()
+
+    def at(tensor):
+        return raw.device_tensor(tensor.data_ptr(), tensor.shape, tensor.dtype)
+
+    raw.add_lora(
+        **{name: at(tensor) for name, tensor in tensors.items()},
+        layer_idx=1,
+        scale=0.5,
+        y_offset=16,
+        out=at(out),
+    )
+    near(out.asnumpy(), expected(p))
+    assert tensors["y"].asnumpy().tobytes() == p["y"].tobytes()
 
 
 def main() -> int:

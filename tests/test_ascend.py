@@ -48,3 +48,32 @@ def test_every_check_passes(report):
     assert not failed, "\n".join(failed) + done.stdout[-6000:]
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     assert len(lines) == 2 * CHECKS.read_text().count("\n@check\n") + 1
+
+
+@pytest.fixture
+def unloaded():
+    from mindspore_addlora.ascend import extension
+
+    extension.load.cache_clear()
+    yield extension
+    extension.load.cache_clear()
+
+
+def test_a_missing_compiler_is_named(unloaded, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(RuntimeError, match=r"found no compiler: expected g\+\+ on PATH"):
+        unloaded.load()
+
+
+def test_missing_headers_of_cann_are_named(unloaded, monkeypatch, tmp_path):
+    # What a script that was meant to source CANN's set_env.sh may leave: no variable, or one that leads nowhere.
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path / "nothing"))
+    monkeypatch.delenv("ASCEND_OPP_PATH", raising=False)
+    with pytest.raises(
+        RuntimeError, match="expected CANN's headers under ASCEND_HOME_PATH"
+    ) as refused:
+        unloaded.load()
+    assert str(tmp_path / "nothing") in str(refused.value)
+    monkeypatch.setenv("ASCEND_OPP_PATH", str(tmp_path / "nothing" / "opp"))
+    with pytest.raises(RuntimeError, match="expected CANN's headers under ASCEND_HOME_PATH"):
+        unloaded.load()

@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from mindspore import Parameter, Tensor
 
+from .ascend.blocks import Block, padding
+
 Array = npt.NDArray[Any]
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -104,3 +106,32 @@ def write_block(parameter: Parameter, slot: int, layer: int, block: Array) -> No
     if bank.dtype.name == "bfloat16":
         bank = bank.view(ml_dtypes.bfloat16)
     bank[slot, layer] = block
+
+
+def in_blocks(bank: Array, blocks: Sequence[Block], rank_axis: int) -> list[Array]:
+    """A bank as the device's blocks, each rank span padded with zeros to a multiple of 16."""
+    parts = []
+    for (slot, slots), (layer, layers), (rank, ranks) in blocks:
+        part = bank[slot : slot + slots, layer : layer + layers]
+        part = np.take(part, range(rank, rank + ranks), axis=rank_axis)
+        missing = [(0, padding(ranks) if axis == rank_axis else 0) for axis in range(4)]
+        parts.append(np.ascontiguousarray(np.pad(part, missing)))
+    return parts
+
+
+def write_in_blocks(
+    parameters: Sequence[Parameter],
+    blocks: Sequence[Block],
+    slot: int,
+    layer: int,
+    matrix: Array,
+    rank_axis: int,
+) -> None:
+    """Writes a slot's matrix into every block that has a part of it."""
+    for parameter, block in zip(parameters, blocks, strict=True):
+        (first, slots), (first_layer, layers), (rank, ranks) = block
+        if not (first <= slot < first + slots and first_layer <= layer < first_layer + layers):
+            continue
+        part = np.take(matrix, range(rank, rank + ranks), axis=rank_axis)
+        missing = [(0, padding(ranks) if axis == rank_axis else 0) for axis in range(2)]
+        write_block(parameter, slot - first, layer - first_layer, np.pad(part, missing))

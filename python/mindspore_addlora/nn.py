@@ -6,13 +6,16 @@ import math
 from typing import Any
 
 import mindspore as ms
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, ParameterTuple, Tensor, nn
 from mindspore.common.initializer import Initializer, Uniform, initializer
 
 from . import _bank
-from .ops import add_lora
+from .ascend import blocks as ascend_blocks
+from .ascend import ops as ascend_ops
+from .ops import add_lora, check_call
 
 __all__ = ["AddLora"]
 
@@ -29,6 +32,15 @@ def _positive(**sizes: int) -> None:
             raise ValueError(f"{name}: expected at least 1, got {value}")
 
 
+def _held(name: str, parts: list[Array]) -> Parameter | ParameterTuple:
+    """One Parameter where the bank is one block, else a tuple of them."""
+    if len(parts) == 1:
+        return Parameter(Tensor(parts[0]), name=name)
+    return ParameterTuple(
+        Parameter(Tensor(part), name=f"{name}.{number}") for number, part in enumerate(parts)
+    )
+
+
 class AddLora(nn.Cell):
     r"""Adds to each row of y the low-rank product of its own adapter, from a bank of adapters that the cell holds.
 
@@ -36,6 +48,10 @@ class AddLora(nn.Cell):
 
         out = y
         out[i, y_offset : y_offset + H2] += scale * (x[i] @ A[indices[i], layer_idx].T) @ B[indices[i], layer_idx].T
+
+    The bank is two parameters, ``lora_a`` [W, L, R, H1] and ``lora_b`` [W, L, H2, R]. On Ascend it is held as the NPU
+    takes it, so that a call copies no weight: in float16, with R padded by zeros to a multiple of 16; and where R is
+    above 128, or W or L above 32, each of the two is a ParameterTuple of blocks (by layers, then adapters, then ranks).
 
     Args:
         in_features (int): H1, the columns of x.
@@ -122,21 +138,67 @@ class AddLora(nn.Cell):
             a_init = Uniform(1.0 / math.sqrt(in_features))
         a_shape = (num_adapters, num_layers, rank, in_features)
         b_shape = (num_adapters, num_layers, out_features, rank)
-        self.lora_a = Parameter(initializer(a_init, a_shape, dtype).init_data(), name="lora_a")
-        self.lora_b = Parameter(initializer(b_init, b_shape, dtype).init_data(), name="lora_b")
+        self.dtype = dtype
+        self.blocks = None
+        if ms.get_context("device_target") == "Ascend":
+            ascend_ops.check_sizes(num_adapters, num_layers, out_features, rank, in_features, None)
+            self.blocks = ascend_blocks.split(num_adapters, num_layers, rank)
+        if self.blocks is None:
+            self.lora_a = Parameter(initializer(a_init, a_shape, dtype).init_data(), name="lora_a")
+            self.lora_b = Parameter(initializer(b_init, b_shape, dtype).init_data(), name="lora_b")
+        else:
+            a = initializer(a_init, a_shape, ms.float16).init_data()
+            b = initializer(b_init, b_shape, ms.float16).init_data()
+            self.lora_a = _held("lora_a", _bank.in_blocks(a.asnumpy(), self.blocks, rank_axis=2))
+            self.lora_b = _held("lora_b", _bank.in_blocks(b.asnumpy(), self.blocks, rank_axis=3))
 
     def construct(self, y: Tensor, x: Tensor, indices: Tensor, layer_idx: int = 0) -> Tensor:
-        return add_lora(
-            y,
-            x,
-            self.lora_b,
-            indices,
-            self.lora_a,
+        if self.blocks is None:
+            return add_lora(
+                y,
+                x,
+                self.lora_b,
+                indices,
+                self.lora_a,
+                layer_idx,
+                self.scale,
+                self.y_offset,
+                -1,
+                self.rounding,
+            )
+        b_shape = (self.num_adapters, self.num_layers, self.out_features, self.rank)
+        a_shape = (self.num_adapters, self.num_layers, self.rank, self.in_features)
+        check_call(
+            y.dtype,
+            y.shape,
+            x.dtype,
+            x.shape,
+            self.dtype,
+            b_shape,
+            indices.dtype,
+            indices.shape,
+            self.dtype,
+            a_shape,
             layer_idx,
-            self.scale,
             self.y_offset,
             -1,
+            self.scale,
             self.rounding,
+        )
+        ascend_ops.check_sizes(
+            self.num_adapters,
+            self.num_layers,
+            self.out_features,
+            self.rank,
+            self.in_features,
+            y.shape[-1],
+        )
+        ascend_ops.available()
+        bank_a, bank_b = self.lora_a, self.lora_b
+        if len(self.blocks) == 1:
+            bank_a, bank_b = (self.lora_a,), (self.lora_b,)
+        return ascend_ops.add_lora_in_blocks(
+            y, x, bank_b, indices, bank_a, self.blocks, layer_idx, self.scale, self.y_offset
         )
 
     def set_adapter(
@@ -163,10 +225,14 @@ class AddLora(nn.Cell):
         _bank.check_slot("slot", slot, self.num_adapters)
         _bank.check_slot("layer_idx", layer_idx, self.num_layers)
         a_block, b_block = _bank.prepare_adapter(
-            a, b, scaling, self.lora_a.shape[2:], self.lora_b.shape[2:], self._numpy_dtype()
+            a,
+            b,
+            scaling,
+            (self.rank, self.in_features),
+            (self.out_features, self.rank),
+            self._bank_dtype(),
         )
-        _bank.write_block(self.lora_a, slot, layer_idx, a_block)
-        _bank.write_block(self.lora_b, slot, layer_idx, b_block)
+        self._write(slot, layer_idx, a_block, b_block)
 
     def clear_adapter(self, slot: int) -> None:
         """Empties a slot in all layers: zeros, which add nothing.
@@ -180,18 +246,36 @@ class AddLora(nn.Cell):
         """
         _bank.check_slot("slot", slot, self.num_adapters)
         for layer in range(self.num_layers):
-            for parameter in (self.lora_a, self.lora_b):
-                _bank.write_block(
-                    parameter, slot, layer, np.zeros(parameter.shape[2:], self._numpy_dtype())
-                )
+            self._write(
+                slot,
+                layer,
+                np.zeros((self.rank, self.in_features), self._bank_dtype()),
+                np.zeros((self.out_features, self.rank), self._bank_dtype()),
+            )
 
-    def _numpy_dtype(self) -> np.dtype[Any]:
-        return self.lora_a.asnumpy().dtype
+    def _write(self, slot: int, layer: int, a: Array, b: Array) -> None:
+        """Writes A [R, H1] and B [H2, R] of a slot in one layer."""
+        if self.blocks is None:
+            _bank.write_block(self.lora_a, slot, layer, a)
+            _bank.write_block(self.lora_b, slot, layer, b)
+            return
+        _bank.write_in_blocks(self._parameters(self.lora_a), self.blocks, slot, layer, a, 0)
+        _bank.write_in_blocks(self._parameters(self.lora_b), self.blocks, slot, layer, b, 1)
+
+    @staticmethod
+    def _parameters(held: Parameter | ParameterTuple) -> tuple[Parameter, ...]:
+        return (held,) if isinstance(held, Parameter) else tuple(held)
+
+    def _bank_dtype(self) -> np.dtype[Any]:
+        """The dtype that the bank is held in, which is float16 on Ascend."""
+        if self.blocks is not None or self.dtype == ms.float16:
+            return np.dtype(np.float16)
+        return np.dtype(np.float32 if self.dtype == ms.float32 else ml_dtypes.bfloat16)
 
     def extend_repr(self) -> str:
         """What print(cell) shows."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}, "
             f"num_adapters={self.num_adapters}, num_layers={self.num_layers}, y_offset={self.y_offset}, "
-            f"scale={self.scale}, dtype={self.lora_a.dtype}"
+            f"scale={self.scale}, dtype={self.dtype}"
         )

@@ -104,7 +104,7 @@ def _problem(
     }
 
 
-_SCALARS = {"layer_idx": 1, "scale": 0.5, "y_offset": 48}
+_SCALARS: dict[str, Any] = {"layer_idx": 1, "scale": 0.5, "y_offset": 48}
 
 
 def _formula(
@@ -229,7 +229,7 @@ class _Probe:
 
     @property
     def ran(self) -> bool:
-        return self.first_phase == 0 and self.second_phase == 0
+        return bool(self.first_phase == 0 and self.second_phase == 0)
 
 
 def _where_the_result_is() -> Iterator[Line]:

@@ -7,10 +7,12 @@ nothing in a graph has to be made to depend on anything.
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
+import mindspore
 from mindspore import Tensor, ops
 from mindspore.ops import signature
 from mindspore.ops.primitive import Primitive
@@ -32,9 +34,16 @@ def load() -> Any:
             "PATH (and CANN's headers under ASCEND_HOME_PATH)"
         )
     sources = [str(_HERE / name) for name in _SOURCES]
-    return (
-        ops.CustomOpBuilder("mindspore_addlora_ascend", sources, backend="Ascend").load().so_module
-    )
+    try:
+        builder = ops.CustomOpBuilder("mindspore_addlora_ascend", sources, backend="Ascend")
+        return builder.load().so_module
+    except Exception as error:
+        home = os.environ.get("ASCEND_HOME_PATH", "")
+        raise RuntimeError(
+            "mindspore_addlora could not build its operator for Ascend: expected CANN's headers under ASCEND_HOME_PATH "
+            f'(now "{home}") and a g++ that MindSpore {mindspore.__version__} can be built against, got '
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 class _AddLora(Primitive):

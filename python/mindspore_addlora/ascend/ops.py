@@ -1,8 +1,4 @@
-"""A call of any size as calls that the device takes: float16, R a multiple of 16 and at most 128, W and L at most 32.
-
-What exceeds them is padded or split, exactly: zeros add nothing, a rank's parts are added one after the other, and a
-row's adapter lies in one part of the bank, where the other parts have no adapter for it.
-"""
+"""A call of any size as calls that the device takes, in float16 and in the blocks of blocks.py."""
 
 from __future__ import annotations
 
@@ -11,12 +7,9 @@ from mindspore import Tensor, mint, ops
 from mindspore.ops.primitive import constexpr
 
 from .. import _core
-from . import extension
+from . import blocks, extension
 
-_MULTIPLE = 16
-_MAX_RANK = 128
-_MAX_ADAPTERS = 32
-_MAX_LAYERS = 32
+_MAX_LAYERS = blocks.MAX_LAYERS
 
 
 @constexpr
@@ -29,12 +22,45 @@ def available() -> bool:
 
 
 @constexpr
-def check_widths(h1: int | None, h2: int, h3: int) -> bool:
-    """Refuses widths that are not multiples of 16: padding them would copy every row of every call."""
+def check_sizes(
+    adapters: int, layers: int, h2: int, rank: int, h1: int | None, h3: int | None
+) -> bool:
+    """Refuses widths that are not multiples of 16 (padding them would copy every row of every call), and what the
+    device would compute wrongly without an error."""
     for argument, name, width in (("x", "H1", h1), ("weight_b", "H2", h2), ("y", "H3", h3)):
-        if width is not None and width % _MULTIPLE != 0:
+        if width is not None and width % blocks.MULTIPLE != 0:
             _core.refuse_width(argument, name, width)
+    _core.check_device_sizes(
+        min(adapters, blocks.MAX_ADAPTERS),
+        min(layers, blocks.MAX_LAYERS),
+        h2,
+        min(rank + blocks.padding(rank), blocks.MAX_RANK),
+        h1,
+    )
     return True
+
+
+@constexpr
+def check_layer_is_constant(layer_idx: int | None) -> bool:
+    """Which block of layers runs is decided when the graph is compiled."""
+    if layer_idx is None:
+        raise TypeError(
+            f"layer_idx: expected a constant where a cell on the NPU has more than {_MAX_LAYERS} layers, got a mutable "
+            "value"
+        )
+    return True
+
+
+@constexpr
+def split(adapters: int, layers: int, rank: int) -> tuple[blocks.Block, ...]:
+    """blocks.split, while a graph is compiled."""
+    return blocks.split(adapters, layers, rank)
+
+
+@constexpr
+def padding(ranks: int) -> int:
+    """blocks.padding, while a graph is compiled."""
+    return blocks.padding(ranks)
 
 
 def _rows_of(indices: Tensor, y: Tensor) -> Tensor:
@@ -55,6 +81,24 @@ def _guarded(indices: Tensor, first: int, count: int) -> Tensor:
     return ops.cast(ops.select(inside, local, ops.full_like(local, -1)), ms.int32)
 
 
+def _flat(y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows that are added to, and those of x, in float16: the device knows no other dtype."""
+    values = ops.reshape(x, (-1, x.shape[-1]))
+    total = ops.reshape(y, (-1, y.shape[-1]))
+    if y.dtype != ms.float16:
+        # The products over a zero accumulator, which is then cast and added.
+        values = ops.cast(values, ms.float16)
+        total = mint.zeros_like(total, dtype=ms.float16)
+    return total, values
+
+
+def _shaped(total: Tensor, y: Tensor) -> Tensor:
+    total = ops.reshape(total, y.shape)
+    if y.dtype != ms.float16:
+        return y + ops.cast(total, y.dtype)
+    return total
+
+
 def add_lora(
     y: Tensor,
     x: Tensor,
@@ -65,58 +109,78 @@ def add_lora(
     scale: float,
     y_offset: int,
 ) -> Tensor:
-    """``mal.add_lora`` on the NPU, after the rules have been asked."""
+    """``mal.add_lora`` on the NPU, after the rules have been asked. Banks that do not fit are copied, part by part."""
     adapters, layers, h2, rank = weight_b.shape
-    h3 = y.shape[-1]
-    check_widths(None if weight_a is None else x.shape[-1], h2, h3)
-
+    h1 = None if weight_a is None else x.shape[-1]
+    check_sizes(adapters, layers, h2, rank, h1, y.shape[-1])
+    total, values = _flat(y, x)
     rows = _rows_of(indices, y)
-    values = ops.reshape(x, (-1, x.shape[-1]))
-    total = ops.reshape(y, (-1, h3))
-    if y.dtype != ms.float16:
-        # The device knows float16 only: the products in float16 over a zero accumulator, then cast and added.
-        values = ops.cast(values, ms.float16)
-        total = mint.zeros_like(total, dtype=ms.float16)
 
     if layers > _MAX_LAYERS:
         weight_b = weight_b[:, layer_idx : layer_idx + 1]
         if weight_a is not None:
             weight_a = weight_a[:, layer_idx : layer_idx + 1]
-        layer_idx = 0
+        layer_idx, layers = 0, 1
 
-    for first in range(0, adapters, _MAX_ADAPTERS):
-        count = min(_MAX_ADAPTERS, adapters - first)
+    for (first, count), _, (rank_begin, ranks) in split(adapters, layers, rank):
+        part_b, part_a, part_x = weight_b, weight_a, values
+        if count < adapters:
+            part_b = part_b[first : first + count]
+            if part_a is not None:
+                part_a = part_a[first : first + count]
+        if ranks < rank:
+            part_b = part_b[:, :, :, rank_begin : rank_begin + ranks]
+            if part_a is not None:
+                part_a = part_a[:, :, rank_begin : rank_begin + ranks]
+            else:
+                part_x = part_x[:, rank_begin : rank_begin + ranks]
+        missing = padding(ranks)
+        if missing > 0:
+            part_b = mint.nn.functional.pad(part_b, (0, missing))
+            if part_a is not None:
+                part_a = mint.nn.functional.pad(part_a, (0, 0, 0, missing))
+            else:
+                part_x = mint.nn.functional.pad(part_x, (0, missing))
+        if part_b.dtype != ms.float16:
+            part_b = ops.cast(part_b, ms.float16)
+            if part_a is not None:
+                part_a = ops.cast(part_a, ms.float16)
+        # H2 written out: older CANN refuses -1.
         local = _guarded(rows, first, count)
-        for rank_begin in range(0, rank, _MAX_RANK):
-            ranks = min(_MAX_RANK, rank - rank_begin)
-            part_b, part_a, part_x = weight_b, weight_a, values
-            if count < adapters:
-                part_b = part_b[first : first + count]
-                if part_a is not None:
-                    part_a = part_a[first : first + count]
-            if ranks < rank:
-                part_b = part_b[:, :, :, rank_begin : rank_begin + ranks]
-                if part_a is not None:
-                    part_a = part_a[:, :, rank_begin : rank_begin + ranks]
-                else:
-                    part_x = part_x[:, rank_begin : rank_begin + ranks]
-            padding = -ranks % _MULTIPLE
-            if padding > 0:
-                part_b = mint.nn.functional.pad(part_b, (0, padding))
-                if part_a is not None:
-                    part_a = mint.nn.functional.pad(part_a, (0, 0, 0, padding))
-                else:
-                    part_x = mint.nn.functional.pad(part_x, (0, padding))
-            if part_b.dtype != ms.float16:
-                part_b = ops.cast(part_b, ms.float16)
-                if part_a is not None:
-                    part_a = ops.cast(part_a, ms.float16)
-            # H2 written out: older CANN refuses -1.
-            total = extension.operator(
-                total, part_x, part_b, local, layer_idx, scale, y_offset, h2, part_a
-            )
+        total = extension.operator(
+            total, part_x, part_b, local, layer_idx, scale, y_offset, h2, part_a
+        )
+    return _shaped(total, y)
 
-    total = ops.reshape(total, y.shape)
-    if y.dtype != ms.float16:
-        return y + ops.cast(total, y.dtype)
-    return total
+
+def add_lora_in_blocks(
+    y: Tensor,
+    x: Tensor,
+    bank_b: tuple[Tensor, ...],
+    indices: Tensor,
+    bank_a: tuple[Tensor, ...],
+    bank_blocks: tuple[blocks.Block, ...],
+    layer_idx: int,
+    scale: float,
+    y_offset: int,
+) -> Tensor:
+    """The same for a bank that is held as blocks, in float16 and with padded ranks: no weight is copied."""
+    if bank_blocks[-1][1][0] > 0:
+        check_layer_is_constant(layer_idx)
+    total, values = _flat(y, x)
+    rows = _rows_of(indices, y)
+    for number in range(len(bank_blocks)):
+        (first, count), (first_layer, layers), _ = bank_blocks[number]
+        if len(bank_blocks) == 1 or first_layer <= layer_idx < first_layer + layers:
+            total = extension.operator(
+                total,
+                values,
+                bank_b[number],
+                _guarded(rows, first, count),
+                layer_idx - first_layer,
+                scale,
+                y_offset,
+                bank_b[number].shape[2],
+                bank_a[number],
+            )
+    return _shaped(total, y)
