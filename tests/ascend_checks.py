@@ -199,6 +199,32 @@ def float32_runs_the_products_in_float16(mode):
 
 
 @check
+def base_rows_keep_their_bits_in_every_dtype(mode):
+    for dtype, bits in (
+        (np.float16, np.uint16),
+        (ml_dtypes.bfloat16, np.uint16),
+        (np.float32, np.uint32),
+    ):
+        p = {n: v if n == "indices" else v.astype(dtype) for n, v in problem().items()}
+        # -0, and NaNs of every kind: quiet, signalling, with a sign and a payload.
+        top = 8 * np.dtype(dtype).itemsize
+        infinity = {np.float16: 0x7C00, ml_dtypes.bfloat16: 0x7F80, np.float32: 0x7F800000}[dtype]
+        p["y"].view(bits)[:, :4] = [
+            1 << (top - 1),
+            infinity + 1,
+            infinity | (infinity >> 1) | 5,
+            (1 << (top - 1)) | (infinity + 3),
+        ]
+        name = {np.float16: ms.float16, ml_dtypes.bfloat16: ms.bfloat16, np.float32: ms.float32}[
+            dtype
+        ]
+        tensors = [Tensor(v) if n == "indices" else Tensor(v, name) for n, v in p.items()]
+        out = mal.add_lora(*tensors, layer_idx=1, scale=0.5, y_offset=16)
+        none = (p["indices"] < 0) | (p["indices"] >= 4)
+        assert out.asnumpy()[none].tobytes() == tensors[0].asnumpy()[none].tobytes(), dtype
+
+
+@check
 def a_chain_whose_middle_is_returned_too(mode):
     p = problem()
 

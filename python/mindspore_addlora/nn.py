@@ -198,7 +198,16 @@ class AddLora(nn.Cell):
         if len(self.blocks) == 1:
             bank_a, bank_b = (self.lora_a,), (self.lora_b,)
         return ascend_ops.add_lora_in_blocks(
-            y, x, bank_b, indices, bank_a, self.blocks, layer_idx, self.scale, self.y_offset
+            y,
+            x,
+            bank_b,
+            indices,
+            bank_a,
+            self.blocks,
+            self.num_adapters,
+            layer_idx,
+            self.scale,
+            self.y_offset,
         )
 
     def set_adapter(

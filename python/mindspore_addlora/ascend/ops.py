@@ -92,11 +92,13 @@ def _flat(y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return total, values
 
 
-def _shaped(total: Tensor, y: Tensor) -> Tensor:
-    total = ops.reshape(total, y.shape)
+def _shaped(total: Tensor, y: Tensor, rows: Tensor, adapters: int) -> Tensor:
     if y.dtype != ms.float16:
-        return y + ops.cast(total, y.dtype)
-    return total
+        flat = ops.reshape(y, total.shape)
+        has_adapter = ops.reshape(ops.logical_and(rows >= 0, rows < adapters), (-1, 1))
+        # Chosen, not added: -0 + 0 is 0, and a NaN that takes part in an addition is another one.
+        total = ops.select(has_adapter, flat + ops.cast(total, y.dtype), flat)
+    return ops.reshape(total, y.shape)
 
 
 def add_lora(
@@ -150,7 +152,7 @@ def add_lora(
         total = extension.operator(
             total, part_x, part_b, local, layer_idx, scale, y_offset, h2, part_a
         )
-    return _shaped(total, y)
+    return _shaped(total, y, rows, adapters)
 
 
 def add_lora_in_blocks(
@@ -160,6 +162,7 @@ def add_lora_in_blocks(
     indices: Tensor,
     bank_a: tuple[Tensor, ...],
     bank_blocks: tuple[blocks.Block, ...],
+    adapters: int,
     layer_idx: int,
     scale: float,
     y_offset: int,
@@ -183,4 +186,4 @@ def add_lora_in_blocks(
                 bank_b[number].shape[2],
                 bank_a[number],
             )
-    return _shaped(total, y)
+    return _shaped(total, y, rows, adapters)

@@ -7,6 +7,7 @@
 
 #include "acl/acl_base.h"
 #include "half.hpp"
+#include "tensors.hpp"
 
 namespace emu {
 
@@ -95,9 +96,11 @@ inline void store_real(std::byte *place, aclDataType dtype, double value) {
   }
 }
 
-// From one place to another, between any dtypes.
+// From one place to another, between any dtypes. Of one dtype the bits are moved, a signalling NaN's too.
 inline void copy_element(std::byte *to, aclDataType to_type, const std::byte *from, aclDataType from_type) {
-  if (is_real(from_type) || is_real(to_type)) {
+  if (to_type == from_type) {
+    std::memcpy(to, from, bytes_of(to_type));
+  } else if (is_real(from_type) || is_real(to_type)) {
     store_real(to, to_type, load_real(from, from_type));
   } else {
     store_integer(to, to_type, load_integer(from, from_type));
