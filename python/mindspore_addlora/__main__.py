@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from . import selftest
+from . import info, selftest
 
-COMMANDS = {"selftest": selftest}
+COMMANDS = {"info": info, "selftest": selftest}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import ml_dtypes
 import mindspore as ms
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from mindspore import Parameter, Tensor

@@ -93,7 +93,8 @@ def _problem(
     random = np.random.default_rng(20)
 
     def draw(*shape: int) -> Array:
-        return (random.standard_normal(shape) / np.sqrt(shape[-1])).astype(dtype)
+        values: Array = random.standard_normal(shape) / np.sqrt(shape[-1])
+        return values.astype(dtype)
 
     return {
         "y": draw(rows, h3) * np.asarray(8, dtype),
@@ -110,7 +111,7 @@ _SCALARS: dict[str, Any] = {"layer_idx": 1, "scale": 0.5, "y_offset": 48}
 def _formula(
     p: dict[str, Any], *, layer_idx: int, scale: float, y_offset: int
 ) -> npt.NDArray[np.float64]:
-    out = p["y"].astype(np.float64)
+    out: npt.NDArray[np.float64] = p["y"].astype(np.float64)
     adapters, _, h2, _ = p["weight_b"].shape
     for row, index in enumerate(p["indices"]):
         if not 0 <= index < adapters:
