@@ -88,6 +88,8 @@ extern const KernelSet kScalarKernels;
 #if defined(__x86_64__)
 extern const KernelSet kAvx2Kernels;
 extern const KernelSet kAvx512Kernels;
+#elif defined(__aarch64__)
+extern const KernelSet kNeonKernels;
 #endif
 
 }  // namespace addlora::cpu

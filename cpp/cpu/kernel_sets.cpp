@@ -10,6 +10,8 @@ const KernelSet* const kAll[] = {
 #if defined(__x86_64__)
     &kAvx512Kernels,
     &kAvx2Kernels,
+#elif defined(__aarch64__)
+    &kNeonKernels,
 #endif
     &kScalarKernels,
 };
