@@ -418,7 +418,7 @@ def refused(code, words, *call):
 refused(161001, "workspace", None, executor, stream.value)
 small = raw.device_tensor(workspace.pointer, [size - 1], "uint8")
 refused(161002, f"at least {size} bytes, got {size - 1}", small, executor, stream.value)
-refused(161002, "overlaps y", raw.device_tensor(placed["y"].pointer, [size], "uint8"), executor, stream.value)
+refused(161002, "overlaps", raw.device_tensor(placed["y"].pointer, [size], "uint8"), executor, stream.value)
 try:
     raw.add_lora_execute(bytearray(size), executor, stream.value)
     raise AssertionError("accepted")
