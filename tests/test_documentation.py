@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["raw", "_errors", "ops", "nn"])
+@pytest.mark.parametrize("name", ["raw", "_errors", "ops", "nn.add_lora", "nn.lora_dense", "multi_lora"])
 def test_the_examples_of_the_docstrings(name):
     module = importlib.import_module(f"mindspore_addlora.{name}")
     failed, tried = doctest.testmod(module)

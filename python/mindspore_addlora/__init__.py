@@ -12,15 +12,34 @@ from . import _core, raw
 
 if TYPE_CHECKING:
     from . import nn, ops, peft
-    from .nn import AddLora
+    from .multi_lora import MultiLora
+    from .nn import AddLora, LoraDense
     from .ops import add_lora
 
 __version__: str = _core.__version__
 
-__all__ = ["AddLora", "__version__", "add_lora", "nn", "ops", "peft", "raw"]
+__all__ = [
+    "AddLora",
+    "LoraDense",
+    "MultiLora",
+    "__version__",
+    "add_lora",
+    "nn",
+    "ops",
+    "peft",
+    "raw",
+]
 
 # Name -> the module that has it; None where the name is a module itself.
-_LAZY = {"nn": None, "ops": None, "peft": None, "AddLora": "nn", "add_lora": "ops"}
+_LAZY = {
+    "nn": None,
+    "ops": None,
+    "peft": None,
+    "AddLora": "nn",
+    "LoraDense": "nn",
+    "MultiLora": "multi_lora",
+    "add_lora": "ops",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from mindspore import Parameter, Tensor
+from mindspore.common.api import _pynative_executor
 
 from .ascend.blocks import Block, padding
 
@@ -93,6 +94,28 @@ def prepare_adapter(
                 f"got up to {np.abs(source).max() * (scaling if name == 'b' else 1.0):g}"
             )
     return a_block, b_block
+
+
+def wait_for_steps() -> None:
+    """Waits for the steps that are under way: they read the banks and the route."""
+    if ms.get_context("device_target") == "Ascend":
+        ms.runtime.synchronize()
+    else:
+        _pynative_executor.sync()  # ms.runtime.synchronize refuses the CPU
+
+
+def wait_for_readers() -> None:
+    """Before a write: on the CPU steps that are under way read the very memory; on Ascend the write takes its turn."""
+    if ms.get_context("device_target") != "Ascend":
+        wait_for_steps()
+
+
+def write_whole(parameter: Parameter, values: Array) -> None:
+    """Writes all of a parameter in place, as :func:`write_block` writes a slot."""
+    if ms.get_context("device_target") == "Ascend":
+        parameter[:].copy_(Tensor(values))
+        return
+    parameter.asnumpy()[...] = values.view(parameter.asnumpy().dtype)
 
 
 def write_block(parameter: Parameter, slot: int, layer: int, block: Array) -> None:

@@ -1,4 +1,4 @@
-"""Cells with a bank of adapters beside them."""
+"""The cell that holds a bank of adapters and applies it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import numpy.typing as npt
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 from mindspore.common.initializer import Initializer, Uniform, initializer
 
-from . import _bank
-from .ascend import blocks as ascend_blocks
-from .ascend import ops as ascend_ops
-from .ops import add_lora, check_call
+from .. import _bank
+from ..ascend import blocks as ascend_blocks
+from ..ascend import ops as ascend_ops
+from ..ops import add_lora, check_call
 
 __all__ = ["AddLora"]
 
@@ -39,6 +39,10 @@ def _held(name: str, parts: list[Array]) -> Parameter | ParameterTuple:
     return ParameterTuple(
         Parameter(Tensor(part), name=f"{name}.{number}") for number, part in enumerate(parts)
     )
+
+
+def _parameters(held: Parameter | ParameterTuple) -> tuple[Parameter, ...]:
+    return (held,) if isinstance(held, Parameter) else tuple(held)
 
 
 class AddLora(nn.Cell):
@@ -231,9 +235,24 @@ class AddLora(nn.Cell):
             ValueError: slot, layer_idx or a shape does not fit, or a value is too large for the bank's dtype.
             TypeError: An argument has the wrong type.
         """
+        self.write_adapter(slot, *self.prepare_adapter(slot, a, b, scaling, layer_idx), layer_idx)
+
+    def prepare_adapter(
+        self,
+        slot: int,
+        a: Array | Tensor,
+        b: Array | Tensor,
+        scaling: float = 1.0,
+        layer_idx: int = 0,
+    ) -> tuple[Array, Array]:
+        """The first half of :meth:`set_adapter`: everything that can be refused, and nothing written.
+
+        Returns:
+            tuple[numpy.ndarray, numpy.ndarray], what :meth:`write_adapter` takes.
+        """
         _bank.check_slot("slot", slot, self.num_adapters)
         _bank.check_slot("layer_idx", layer_idx, self.num_layers)
-        a_block, b_block = _bank.prepare_adapter(
+        return _bank.prepare_adapter(
             a,
             b,
             scaling,
@@ -241,7 +260,16 @@ class AddLora(nn.Cell):
             (self.out_features, self.rank),
             self._bank_dtype(),
         )
-        self._write(slot, layer_idx, a_block, b_block)
+
+    def write_adapter(self, slot: int, a: Array, b: Array, layer_idx: int = 0) -> None:
+        """The second half of :meth:`set_adapter`: writes what :meth:`prepare_adapter` returned."""
+        _bank.wait_for_readers()
+        if self.blocks is None:
+            _bank.write_block(self.lora_a, slot, layer_idx, a)
+            _bank.write_block(self.lora_b, slot, layer_idx, b)
+            return
+        _bank.write_in_blocks(_parameters(self.lora_a), self.blocks, slot, layer_idx, a, 0)
+        _bank.write_in_blocks(_parameters(self.lora_b), self.blocks, slot, layer_idx, b, 1)
 
     def clear_adapter(self, slot: int) -> None:
         """Empties a slot in all layers: zeros, which add nothing.
@@ -254,26 +282,14 @@ class AddLora(nn.Cell):
             TypeError: slot is not an integer.
         """
         _bank.check_slot("slot", slot, self.num_adapters)
+        a = np.zeros((self.rank, self.in_features), self._bank_dtype())
+        b = np.zeros((self.out_features, self.rank), self._bank_dtype())
         for layer in range(self.num_layers):
-            self._write(
-                slot,
-                layer,
-                np.zeros((self.rank, self.in_features), self._bank_dtype()),
-                np.zeros((self.out_features, self.rank), self._bank_dtype()),
-            )
+            self.write_adapter(slot, a, b, layer)
 
-    def _write(self, slot: int, layer: int, a: Array, b: Array) -> None:
-        """Writes A [R, H1] and B [H2, R] of a slot in one layer."""
-        if self.blocks is None:
-            _bank.write_block(self.lora_a, slot, layer, a)
-            _bank.write_block(self.lora_b, slot, layer, b)
-            return
-        _bank.write_in_blocks(self._parameters(self.lora_a), self.blocks, slot, layer, a, 0)
-        _bank.write_in_blocks(self._parameters(self.lora_b), self.blocks, slot, layer, b, 1)
-
-    @staticmethod
-    def _parameters(held: Parameter | ParameterTuple) -> tuple[Parameter, ...]:
-        return (held,) if isinstance(held, Parameter) else tuple(held)
+    def bank(self) -> tuple[Parameter, ...]:
+        """The parameters that hold the bank: ``lora_a`` and ``lora_b``, or their blocks."""
+        return (*_parameters(self.lora_a), *_parameters(self.lora_b))
 
     def _bank_dtype(self) -> np.dtype[Any]:
         """The dtype that the bank is held in, which is float16 on Ascend."""

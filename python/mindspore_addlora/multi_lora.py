@@ -1,0 +1,630 @@
+"""Many PEFT adapters on one model, by name."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import mint, nn
+
+from . import _bank, peft
+from .nn.lora_dense import LoraDense, Prepared, Route
+
+__all__ = ["AdapterInfo", "MultiLora"]
+
+TABLE_FILE = "multi_lora.json"
+BANKS_FILE = "multi_lora.ckpt"
+
+# What PEFT leaves out of "all-linear" by asking the model for its output layer, which MindSpore's models cannot say.
+OUTPUT_LAYERS = ("lm_head", "output_layer", "embed_out", "score", "classifier")
+
+_DENSE = (nn.Dense, mint.nn.Linear)
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """What is known of a loaded adapter.
+
+    Args:
+        slot (int): Its slot in every bank.
+        path (str): The folder that it was read from.
+        rank (int): The largest rank of its modules.
+        modules (Mapping[str, tuple[int, float]]): Rank and scaling of each module, by the adapter's own names.
+        config (Mapping[str, Any]): Its ``adapter_config.json``.
+    """
+
+    slot: int
+    path: str
+    rank: int
+    modules: Mapping[str, tuple[int, float]]
+    config: Mapping[str, Any]
+
+
+@dataclass
+class _Place:
+    """Where a dense cell hangs in the model; a shared one hangs in several places."""
+
+    parent: nn.Cell
+    name: str
+    path: str
+    cell: nn.Cell
+
+
+class _Target:
+    """An attached cell, and the names that adapters know it or its parts by."""
+
+    def __init__(self, path: str, cell: LoraDense, parts: tuple[str, ...], stacked: bool) -> None:
+        self.path = path
+        self.cell = cell
+        self.parts = parts
+        # The parts of a fused projection whose sizes nobody said: their adapters are stacked along the rank.
+        self.stacked = stacked
+        self.sizes: dict[str, int] = {}
+
+    def prepare(
+        self, slot: int, modules: Mapping[str, peft.LoraWeights]
+    ) -> tuple[Prepared, dict[str, int]]:
+        """What is to be written for an adapter, and what its shapes say of the parts' sizes."""
+        given = [modules.get(part) for part in self.parts]
+        if not self.stacked:
+            a = [None if one is None else one.a for one in given]
+            b = [None if one is None else one.b for one in given]
+            scaling = [1.0 if one is None else one.scaling for one in given]
+            if self.cell.is_sliced:
+                return self.cell.prepare_adapter(slot, a, b, scaling), {}
+            return self.cell.prepare_adapter(slot, a[0], b[0], scaling[0]), {}
+        sizes = self._sizes(modules)
+        total = self.cell.out_features
+        rank = sum(one.rank for one in given if one is not None)
+        stacked_a = np.zeros((rank, self.cell.in_features), np.float32)
+        stacked_b = np.zeros((total, rank), np.float32)
+        at = 0
+        for part, one in zip(self.parts, given, strict=True):
+            if one is None:
+                continue
+            if one.a.shape[1] != self.cell.in_features:
+                raise ValueError(
+                    f"a of {part}: expected [r, {self.cell.in_features}], got shape {list(one.a.shape)}"
+                )
+            offset = self._offset(part, sizes)
+            stacked_a[at : at + one.rank] = _bank.to_float32("a", one.a)
+            rows = slice(offset, offset + one.b.shape[0])
+            stacked_b[rows, at : at + one.rank] = _bank.to_float32("b", one.b) * np.float32(
+                one.scaling
+            )
+            at += one.rank
+        return self.cell.prepare_adapter(slot, stacked_a, stacked_b), sizes
+
+    def _sizes(self, modules: Mapping[str, peft.LoraWeights]) -> dict[str, int]:
+        """The rows of each part, as far as this adapter, earlier ones and the whole say."""
+        sizes = dict(self.sizes)
+        for part in self.parts:
+            if part in modules:
+                rows = modules[part].b.shape[0]
+                if sizes.setdefault(part, rows) != rows:
+                    raise ValueError(
+                        f"b of {part}: expected {sizes[part]} rows, as an earlier adapter has, got {rows}"
+                    )
+        missing = [part for part in self.parts if part not in sizes]
+        rest = self.cell.out_features - sum(sizes.values())
+        if len(missing) == 1 and rest > 0:
+            sizes[missing[0]] = rest
+        elif rest < len(missing) or (not missing and rest != 0):
+            raise ValueError(
+                f"{self.path}: expected parts of {self.cell.out_features} rows in all, got {sizes}"
+            )
+        return sizes
+
+    def _offset(self, part: str, sizes: Mapping[str, int]) -> int:
+        total: int = self.cell.out_features
+        number = self.parts.index(part)
+        before, after = self.parts[:number], self.parts[number:]
+        if all(one in sizes for one in before):
+            return sum(sizes[one] for one in before)
+        if all(one in sizes for one in after):
+            return total - sum(sizes[one] for one in after)
+        unknown = [one for one in self.parts if one not in sizes]
+        raise ValueError(
+            f"{self.path}: where {part} lies cannot be told without the rows of {', '.join(unknown)}; give them: "
+            'packed_modules={"...": {"name": rows, ...}}'
+        )
+
+
+class MultiLora:
+    r"""Many PEFT adapters on one model: each row of a batch uses the adapter that :meth:`route` gives it, or none.
+
+    The model's matching dense cells are swapped for :class:`LoraDense`, which hold one bank each; base weights are not
+    copied or changed and keep their names. The model is called as ever. Loading, deleting and routing compile nothing.
+
+    Args:
+        model (mindspore.nn.Cell): The model. Attach before it is wrapped in another cell that has been compiled.
+        target_modules (Union[Sequence[str], str]): The dense cells to attach to, as in PEFT: paths or ends of paths, or
+            a regular expression for the whole path, or "all-linear". A fused projection is named by its own name.
+        max_rank (int): The highest rank of an adapter.
+        num_adapters (int): How many adapters can be loaded at a time.
+        max_rows (int): The most rows (with tokens_per_row: tokens) that can be routed. Default: ``65536``.
+        packed_modules (Mapping, optional): The projections that a fused cell holds, in the order of their rows:
+            ``{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}``, or with their rows,
+            ``{"qkv_proj": {"q_proj": 64, "k_proj": 32, "v_proj": 32}}``, which makes a smaller bank and a faster
+            product: without them the parts' adapters are stacked along the rank of one bank.
+        rename (Union[Callable, Mapping], optional): From a path in the model to the name that adapters know it by: a
+            function, or a mapping of regular expressions to replacements, applied in order.
+        dtype (mindspore.dtype, optional): The banks' dtype. Default: ``None``, each base weight's.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: A name in target_modules or packed_modules matches no dense cell, or a cell has adapters already.
+
+    Supported Platforms:
+        ``CPU`` ``Ascend`` (tested on an emulated CANN only)
+
+    Examples:
+        >>> import tempfile
+        >>> import numpy as np
+        >>> from mindspore import Tensor, nn
+        >>> import mindspore_addlora as mal
+        >>> class Model(nn.Cell):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.q_proj = nn.Dense(8, 4, weight_init="ones", has_bias=False)
+        ...     def construct(self, x):
+        ...         return self.q_proj(x)
+        >>> folder = tempfile.mkdtemp()
+        >>> weights = mal.peft.LoraWeights(np.ones((2, 8), np.float32), np.ones((4, 2), np.float32), 0.5, 2)
+        >>> mal.peft.write_adapter(folder, {"q_proj": weights})
+        >>> model = Model()
+        >>> lora = mal.MultiLora(model, target_modules=["q_proj"], max_rank=4, num_adapters=2)
+        >>> lora.load_adapter(folder, "legal")
+        >>> lora.route(["legal", None])
+        >>> print(model(Tensor(np.ones((2, 8), np.float32))).asnumpy()[:, 0])
+        [16.  8.]
+    """
+
+    def __init__(
+        self,
+        model: nn.Cell,
+        target_modules: Sequence[str] | str,
+        max_rank: int,
+        num_adapters: int,
+        max_rows: int = 65536,
+        *,
+        packed_modules: Mapping[str, Sequence[str] | Mapping[str, int]] | None = None,
+        rename: Callable[[str], str] | Mapping[str, str] | None = None,
+        dtype: Any = None,
+    ) -> None:
+        if not isinstance(model, nn.Cell):
+            raise TypeError(f"model: expected an nn.Cell, got {type(model).__name__}")
+        for name, value in (
+            ("max_rank", max_rank),
+            ("num_adapters", num_adapters),
+            ("max_rows", max_rows),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
+            if value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
+        self._model = model
+        self._max_rank = max_rank
+        self._num_adapters = num_adapters
+        # The parts of a fused cell with their rows, None where nobody said.
+        self._packed: dict[str, dict[str, int | None]] = {
+            name: dict(parts) if isinstance(parts, Mapping) else dict.fromkeys(parts)
+            for name, parts in (packed_modules or {}).items()
+        }
+        self._rename = _renaming(rename)
+        self._adapters: dict[str, AdapterInfo] = {}
+        self._routed: tuple[str | None, ...] = ()
+        self._lock = threading.RLock()
+        self._attached = True
+
+        places = list(_dense_places(model))
+        chosen = _choose(places, target_modules)
+        unused = set(self._packed) - {place.path.rpartition(".")[2] for place in chosen}
+        if unused:
+            raise ValueError(
+                f"packed_modules: expected names of cells in target_modules, got {', '.join(sorted(unused))}"
+            )
+        # Every name that an adapter may have for a dense cell of this model, attached or not.
+        self._dense_names = [name for place in places for name in self._names(place.path)]
+        self._route = Route(max_rows, f"{chosen[0].path}.")
+        self._places = chosen
+        self._targets: list[_Target] = []
+        cells: dict[int, LoraDense] = {}
+        try:
+            for place in chosen:
+                if id(place.cell) not in cells:
+                    cells[id(place.cell)] = self._wrap(place, dtype)
+        except BaseException:
+            for cell in cells.values():
+                cell.unwrap()
+            raise
+        for place in chosen:
+            _replace(place, cells[id(place.cell)])
+        model.compile_cache.clear()  # a compiled graph would go on with the cells that it was made of
+
+    def _wrap(self, place: _Place, dtype: Any) -> LoraDense:
+        parts = self._packed.get(place.path.rpartition(".")[2], {})
+        slices, rank = None, self._max_rank
+        stacked = None in parts.values()
+        if stacked:
+            rank *= len(parts)
+        elif parts:
+            sizes = [size for size in parts.values() if size is not None]
+            out_features = place.cell.weight.shape[0]
+            if sum(sizes) != out_features:
+                raise ValueError(
+                    f"packed_modules: expected the {out_features} rows of {place.path} in all, got {parts}"
+                )
+            slices = [(sum(sizes[:number]), size) for number, size in enumerate(sizes)]
+        cell = LoraDense(
+            place.cell,
+            rank,
+            self._num_adapters,
+            slices,
+            dtype=dtype,
+            route=self._route,
+            a_init="zeros",
+        )
+        for parameter in cell.bank():
+            # The full path, as MindSpore names a model's parameters: short names would meet in a compiled graph.
+            parameter.name = f"{place.path}.{parameter.name}"
+            parameter.requires_grad = False
+        self._targets.append(_Target(place.path, cell, self._names(place.path), stacked))
+        return cell
+
+    def _names(self, path: str) -> tuple[str, ...]:
+        """What adapters call a cell, or the parts of a fused one."""
+        parent, dot, last = path.rpartition(".")
+        return tuple(
+            self._rename(f"{parent}{dot}{part}") for part in self._packed.get(last, {last: None})
+        )
+
+    @property
+    def adapters(self) -> Mapping[str, AdapterInfo]:
+        """The loaded adapters by name, with what is known of each."""
+        return MappingProxyType(dict(self._adapters))
+
+    def load_adapter(self, path: str | os.PathLike[str], adapter_name: str) -> None:
+        """Reads a PEFT folder into a free slot of every bank.
+
+        Args:
+            path (Union[str, os.PathLike]): The folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
+            adapter_name (str): What :meth:`route` calls it.
+
+        Raises:
+            TypeError: The name is not a string.
+            ValueError: The name is taken, no slot is free, the folder cannot be honoured exactly (see ``mal.peft``), or
+                it does not fit the model. Nothing has changed.
+            OSError: A file is missing or cannot be read.
+        """
+        with self._lock:
+            self._require_attached()
+            if not isinstance(adapter_name, str):
+                raise TypeError(
+                    f"adapter_name: expected a string, got {type(adapter_name).__name__}"
+                )
+            if adapter_name in self._adapters:
+                raise ValueError(
+                    f"adapter_name: expected a name that is not loaded (delete_adapter it first), got {adapter_name!r}"
+                )
+            taken = {info.slot for info in self._adapters.values()}
+            free = [slot for slot in range(self._num_adapters) if slot not in taken]
+            if not free:
+                raise ValueError(
+                    f"adapter {adapter_name!r}: expected a free slot, got {self._num_adapters} of "
+                    f"{self._num_adapters} taken by {', '.join(self._adapters)}"
+                )
+            adapter = peft.read_adapter(path, max_rank=self._max_rank)
+            self._check_modules(adapter)
+            info = AdapterInfo(
+                free[0],
+                os.path.abspath(path),
+                max(weights.rank for weights in adapter.modules.values()),
+                {name: (w.rank, w.scaling) for name, w in adapter.modules.items()},
+                adapter.config,
+            )
+            prepared = []
+            for target in self._targets:
+                if not any(part in adapter.modules for part in target.parts):
+                    continue
+                try:
+                    prepared.append((target, *target.prepare(info.slot, adapter.modules)))
+                except ValueError as error:
+                    names = ", ".join(part for part in target.parts if part in adapter.modules)
+                    raise ValueError(f"{adapter.path}: {names}: {error}") from None
+            try:
+                for target, blocks, _ in prepared:
+                    target.cell.write_adapter(info.slot, blocks)
+            except BaseException:
+                self._clear(info.slot)
+                raise
+            for target, _, sizes in prepared:
+                target.sizes = sizes
+            self._adapters[adapter_name] = info
+
+    def _check_modules(self, adapter: peft.PeftAdapter) -> None:
+        """Every module of the adapter has a place, and every place that its configuration targets a module."""
+        attached = {part for target in self._targets for part in target.parts}
+        for name in adapter.modules:
+            if name not in self._dense_names:
+                raise ValueError(
+                    f"{adapter.path}: expected modules of this model, got {name}, where it has no dense cell"
+                )
+            if name not in attached:
+                raise ValueError(
+                    f"{adapter.path}: expected modules in target_modules, got {name}, to which nothing is attached"
+                )
+        names = self._dense_names
+        if adapter.config.get("target_modules") == "all-linear":
+            names = [name for name in names if name.rpartition(".")[2] not in OUTPUT_LAYERS]
+        for name in peft.targeted(adapter.config, names):
+            if name not in adapter.modules:
+                raise ValueError(
+                    f"{adapter.path}: expected tensors for every dense cell that its target_modules name, got none for "
+                    f"{name}"
+                )
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        """Empties an adapter's slot.
+
+        Raises:
+            ValueError: No adapter has that name, or the current route uses it (route first).
+        """
+        with self._lock:
+            self._require_attached()
+            info = self._adapters.get(adapter_name)
+            if info is None:
+                raise ValueError(self._unknown(adapter_name))
+            if adapter_name in self._routed:
+                raise ValueError(
+                    f"adapter_name: expected one that the current route does not use (route first), got {adapter_name!r}"
+                )
+            del self._adapters[adapter_name]
+            self._clear(info.slot)
+
+    def _clear(self, slot: int) -> None:
+        for target in self._targets:
+            target.cell.clear_adapter(slot)
+
+    def route(self, names: Sequence[str | None], tokens_per_row: int = 1) -> None:
+        """Says which adapter each row of the next batches uses. Rows past the end run the base model.
+
+        Args:
+            names (Sequence[Optional[str]]): One name for each row, None for the base model.
+            tokens_per_row (int): For models that flatten [B, S, H] to [B·S, H] before a dense cell: S. A cell that
+                gets two dimensions then takes a slot for each token, one that gets more a slot for each row.
+
+        Raises:
+            TypeError: names is no sequence of strings and None, or tokens_per_row no integer.
+            ValueError: A name is not loaded, or there are more rows than max_rows. The route has not changed.
+        """
+        with self._lock:
+            self._require_attached()
+            if isinstance(names, (str, bytes)) or not isinstance(names, Sequence):
+                raise TypeError(
+                    f"names: expected a list of names and None, got {type(names).__name__}"
+                )
+            if isinstance(tokens_per_row, bool) or not isinstance(tokens_per_row, int):
+                raise TypeError(
+                    f"tokens_per_row: expected an integer, got {type(tokens_per_row).__name__}"
+                )
+            if tokens_per_row < 1:
+                raise ValueError(f"tokens_per_row: expected at least 1, got {tokens_per_row}")
+            slots = []
+            for row, name in enumerate(names):
+                if name is not None and not isinstance(name, str):
+                    raise TypeError(
+                        f"names: expected a string or None in row {row}, got {type(name).__name__}"
+                    )
+                if name is not None and name not in self._adapters:
+                    raise ValueError(f"row {row}: {self._unknown(name)}")
+                slots.append(-1 if name is None else self._adapters[name].slot)
+            if len(slots) * tokens_per_row > self._route.max_rows:
+                raise ValueError(
+                    f"names: expected at most max_rows = {self._route.max_rows} rows (times tokens_per_row), got "
+                    f"{len(slots)} times {tokens_per_row}"
+                )
+            _bank.wait_for_readers()
+            self._route.write(slots, tokens_per_row)
+            self._routed = tuple(names)
+
+    @contextlib.contextmanager
+    def step(self, names: Sequence[str | None], tokens_per_row: int = 1) -> Iterator[MultiLora]:
+        """Routes, and holds every other route, load and delete back until the step within has finished.
+
+        Examples:
+            >>> import mindspore_addlora as mal
+            >>> def serve(lora: "mal.MultiLora", model, batch, names):
+            ...     with lora.step(names):
+            ...         return model(batch)
+        """
+        with self._lock:
+            self.route(names, tokens_per_row)
+            try:
+                yield self
+            finally:
+                _bank.wait_for_steps()  # what was called may still be under way
+
+    def detach(self) -> nn.Cell:
+        """Puts the model's own cells back and returns the model. Attach a new MultiLora to go on."""
+        with self._lock:
+            self._require_attached()
+            _bank.wait_for_steps()
+            for place in self._places:
+                _replace(place, place.cell)
+            for target in self._targets:
+                target.cell.unwrap()
+            self._model.compile_cache.clear()
+            self._attached = False
+            self._adapters.clear()
+            self._routed = ()
+            return self._model
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes the banks (``ms.save_checkpoint``) and beside them the table of names and slots.
+
+        Args:
+            folder (Union[str, os.PathLike]): Made where it is missing; files of the same names are replaced.
+
+        Raises:
+            OSError: The folder or a file cannot be written.
+        """
+        with self._lock:
+            self._require_attached()
+            _bank.wait_for_steps()
+            os.makedirs(folder, exist_ok=True)
+            banks = [{"name": p.name, "data": p} for t in self._targets for p in t.cell.bank()]
+            new = os.path.join(folder, f"new_{BANKS_FILE}")
+            ms.save_checkpoint(banks, new)
+            table = {
+                "geometry": self._geometry(),
+                "adapters": {name: asdict(info) for name, info in self._adapters.items()},
+                "sizes": {target.path: target.sizes for target in self._targets},
+            }
+            table_file = os.path.join(folder, f"new_{TABLE_FILE}")
+            with open(table_file, "w", encoding="utf-8") as file:
+                json.dump(table, file, indent=1)
+            os.replace(new, os.path.join(folder, BANKS_FILE))
+            os.replace(table_file, os.path.join(folder, TABLE_FILE))
+
+    def restore(self, folder: str | os.PathLike[str]) -> None:
+        """Reads what :meth:`save` wrote, into a MultiLora that was attached in the same way and has no adapter loaded.
+
+        Raises:
+            ValueError: It was saved from other cells, ranks, slots or dtypes, or an adapter is loaded here. Nothing has
+                changed.
+            OSError: A file is missing or cannot be read.
+        """
+        with self._lock:
+            self._require_attached()
+            if self._adapters:
+                raise ValueError(
+                    f"restore: expected no adapter to be loaded, got {', '.join(self._adapters)}"
+                )
+            with open(os.path.join(folder, TABLE_FILE), encoding="utf-8") as file:
+                table = json.load(file)
+            for name, here in self._geometry().items():
+                saved = table["geometry"].get(name)
+                if saved != here:
+                    raise ValueError(f"{os.fspath(folder)}: {name}: expected {here}, got {saved}")
+            banks = os.path.join(folder, BANKS_FILE)
+            if not os.path.exists(banks):
+                raise FileNotFoundError(f"{banks} is missing")
+            saved = ms.load_checkpoint(banks)
+            parameters = [p for target in self._targets for p in target.cell.bank()]
+            for parameter in parameters:
+                if parameter.name not in saved or saved[parameter.name].shape != parameter.shape:
+                    raise ValueError(f"{banks}: expected {parameter.name} of {parameter.shape}")
+            _bank.wait_for_readers()
+            for parameter in parameters:
+                _bank.write_whole(parameter, saved[parameter.name].asnumpy())
+            for target in self._targets:
+                target.sizes = table["sizes"][target.path]
+            self._adapters = {
+                name: AdapterInfo(
+                    **(info | {"modules": {k: tuple(v) for k, v in info["modules"].items()}})
+                )
+                for name, info in table["adapters"].items()
+            }
+
+    def _geometry(self) -> dict[str, Any]:
+        """What a saved bank must agree with."""
+        return {p.name: [str(p.dtype), list(p.shape)] for t in self._targets for p in t.cell.bank()}
+
+    def _require_attached(self) -> None:
+        if not self._attached:
+            raise ValueError("this MultiLora was detached; attach a new one")
+
+    def _unknown(self, name: object) -> str:
+        loaded = ", ".join(repr(one) for one in self._adapters) or "none"
+        return f"expected the name of a loaded adapter ({loaded}), got {name!r}"
+
+    def __repr__(self) -> str:
+        if not self._attached:
+            return "MultiLora(detached)"
+        banks = [p for target in self._targets for p in target.cell.bank()]
+        size = sum(p.nbytes for p in banks)
+        dtypes = ", ".join(sorted({str(p.dtype) for p in banks}))
+        lines = [
+            f"{name}: slot {info.slot}, rank {info.rank}, {len(info.modules)} modules, {info.path}"
+            for name, info in self._adapters.items()
+        ]
+        free = self._num_adapters - len(self._adapters)
+        return "\n  ".join(
+            [
+                f"MultiLora({len(self._targets)} cells, max_rank {self._max_rank}, {free} of {self._num_adapters} slots "
+                f"free, banks {size:,} bytes of {dtypes}, {len(self._routed)} rows routed)",
+                *lines,
+            ]
+        )
+
+
+def _renaming(rename: Callable[[str], str] | Mapping[str, str] | None) -> Callable[[str], str]:
+    if rename is None:
+        return lambda path: path
+    if not isinstance(rename, Mapping):
+        return rename
+    patterns = [(re.compile(pattern), replacement) for pattern, replacement in rename.items()]
+
+    def renamed(path: str) -> str:
+        for pattern, replacement in patterns:
+            path = pattern.sub(replacement, path)
+        return path
+
+    return renamed
+
+
+def _dense_places(cell: nn.Cell, path: str = "") -> Iterator[_Place]:
+    """The places of the model's dense cells, and of those that hold adapters already."""
+    for name, child in cell._cells.items():
+        if child is None:
+            continue
+        child_path = f"{path}.{name}" if path else name
+        if isinstance(child, (*_DENSE, LoraDense)):
+            yield _Place(cell, name, child_path, child)
+        else:
+            yield from _dense_places(child, child_path)
+
+
+def _choose(places: list[_Place], target_modules: Sequence[str] | str) -> list[_Place]:
+    """The places that target_modules name."""
+    paths = [place.path for place in places]
+    if target_modules == "all-linear":
+        paths = [path for path in paths if path.rpartition(".")[2] not in OUTPUT_LAYERS]
+    if not isinstance(target_modules, str):
+        target_modules = list(target_modules)
+        for name in target_modules:
+            if not peft.targeted({"target_modules": [name]}, paths):
+                raise ValueError(
+                    f"target_modules: expected names of dense cells, got {name!r}, which is the end of no path"
+                )
+    chosen = set(peft.targeted({"target_modules": target_modules}, paths))
+    if not chosen:
+        raise ValueError(
+            f"target_modules: expected names of dense cells, got {target_modules!r}, which matches none of {len(paths)}"
+        )
+    picked = [place for place in places if place.path in chosen]
+    for place in picked:
+        if isinstance(place.cell, LoraDense):
+            raise ValueError(
+                f"target_modules: expected cells without adapters (detach first), got {place.path}, a LoraDense"
+            )
+    # A cell that hangs in several places is one cell: all of them are swapped.
+    cells = {id(place.cell) for place in picked}
+    return [place for place in places if id(place.cell) in cells]
+
+
+def _replace(place: _Place, cell: nn.Cell) -> None:
+    """Hangs a cell into a place. Not by assignment, which would rename its parameters."""
+    place.parent._cells[place.name] = cell
+    if hasattr(place.parent, "cell_list"):  # SequentialCell runs this list
+        place.parent.cell_list = list(place.parent._cells.values())

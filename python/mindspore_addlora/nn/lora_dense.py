@@ -1,0 +1,310 @@
+"""A dense cell with a bank of adapters beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from mindspore import Parameter, Tensor, mint, nn, ops
+from mindspore.ops.primitive import constexpr
+
+from .. import _bank
+from .add_lora import AddLora
+
+__all__ = ["LoraDense", "Route"]
+
+Array = npt.NDArray[Any]
+Matrix: TypeAlias = Array | Tensor
+Prepared: TypeAlias = list[tuple[AddLora, Array, Array] | None]
+
+
+class Route:
+    """Which slot each row uses, for every cell of a model: -1 for no adapter.
+
+    Args:
+        max_rows (int): The most rows that can be routed.
+        prefix (str): What the parameters' names begin with.
+    """
+
+    def __init__(self, max_rows: int, prefix: str = "") -> None:
+        self.max_rows = max_rows
+        none = np.full(max_rows, -1, np.int32)
+        # One slot for each row of the batch; and the same for each token, for models that flatten their batch.
+        self.rows = Parameter(Tensor(none), name=f"{prefix}route_rows", requires_grad=False)
+        self.tokens = Parameter(Tensor(none), name=f"{prefix}route_tokens", requires_grad=False)
+
+    def write(self, slots: Sequence[int], tokens_per_row: int) -> None:
+        """Routes the rows; those past the end have no adapter."""
+        for parameter, values in (
+            (self.rows, np.asarray(slots, np.int32)),
+            (self.tokens, np.repeat(np.asarray(slots, np.int32), tokens_per_row)),
+        ):
+            whole = np.full(self.max_rows, -1, np.int32)
+            whole[: len(values)] = values
+            _bank.write_whole(parameter, whole)
+
+
+class Slice(NamedTuple):
+    """Columns of a fused projection that have an adapter of their own."""
+
+    offset: int
+    size: int
+
+
+@constexpr
+def _fits(count: int | None, largest: int) -> bool:
+    """Whether a number of rows is known when the graph is compiled, and can be routed."""
+    return count is not None and 0 <= count <= largest
+
+
+def _check_slices(slices: Sequence[tuple[int, int]] | None, out_features: int) -> list[Slice]:
+    if slices is None:
+        return [Slice(0, out_features)]
+    checked = [Slice(int(offset), int(size)) for offset, size in slices]
+    end = 0
+    for number, (offset, size) in enumerate(checked):
+        if size < 1 or offset < end or offset + size > out_features:
+            raise ValueError(
+                f"slices: expected (offset, size) in order, apart, and within {out_features} columns, got "
+                f"{tuple(checked[number])} at {number}"
+            )
+        end = offset + size
+    if not checked:
+        raise ValueError("slices: expected at least one, or None")
+    return checked
+
+
+class LoraDense(nn.Cell):
+    r"""A dense cell with a bank of adapters beside it: every row of the batch may use another adapter, or none.
+
+    .. code-block:: text
+
+        y = x @ weight.T + bias
+        y[i, offset : offset + size] += scaling * (x[i] @ A[indices[i]].T) @ B[indices[i]].T    for each slice
+        activation(y)
+
+    Args:
+        base (Union[mindspore.nn.Dense, mindspore.mint.nn.Linear]): The cell, whose parameters are neither copied nor
+            changed, and keep their names. Its activation is applied after the adapters.
+        rank (int): R, the most ranks that an adapter may have (for each slice).
+        num_adapters (int): W, the slots of the bank.
+        slices (Sequence[tuple[int, int]], optional): (offset, size) of the parts of a fused projection, each with an
+            adapter of its own: ``[(0, 64), (64, 32), (96, 32)]`` for q, k and v. Default: ``None``, one for all columns.
+        dtype (mindspore.dtype, optional): That of the bank. Default: ``None``, the base weight's.
+        route (Route, optional): The rows' slots, where a model routes them (``MultiLora``).
+
+    Inputs:
+        - **x** (Tensor) - [B, H1] or [..., H1].
+        - **indices** (Tensor, optional) - int32 or int64, the slot of each row: [B], or one for each token, or one for
+          each entry of the first dimension; outside [0, W): no adapter. Default: ``None``, the rows that
+          ``MultiLora`` routed.
+
+    Outputs:
+        Tensor, [..., H2].
+
+    Raises:
+        TypeError: base is neither of the two cells.
+        ValueError: A size is below 1, the slices overlap or leave the columns, or there are no indices and no route.
+        AddLoraError: A call breaks a rule of the operator (a ValueError, see ``mal.raw.LIMITS``).
+
+    Supported Platforms:
+        ``CPU`` ``Ascend`` (tested on an emulated CANN only)
+
+    Examples:
+        >>> import numpy as np
+        >>> from mindspore import Tensor, nn
+        >>> import mindspore_addlora as mal
+        >>> cell = mal.nn.LoraDense(nn.Dense(8, 4, weight_init="ones", has_bias=False), rank=2, num_adapters=3)
+        >>> cell.set_adapter(1, np.ones((2, 8), np.float32), np.ones((4, 2), np.float32), scaling=0.5)
+        >>> x = Tensor(np.ones((2, 8), np.float32))
+        >>> print(cell(x, Tensor(np.array([1, -1], np.int32))).asnumpy()[:, 0])
+        [16.  8.]
+    """
+
+    def __init__(
+        self,
+        base: nn.Cell,
+        rank: int,
+        num_adapters: int,
+        slices: Sequence[tuple[int, int]] | None = None,
+        *,
+        dtype: Any = None,
+        route: Route | None = None,
+        a_init: Any = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(base, (nn.Dense, mint.nn.Linear)):
+            raise TypeError(
+                f"base: expected an nn.Dense or a mint.nn.Linear, got {type(base).__name__}"
+            )
+        out_features, in_features = base.weight.shape
+        self.slices = _check_slices(slices, out_features)
+        dtype = base.weight.dtype if dtype is None else dtype
+        cells = [
+            AddLora(
+                in_features,
+                size,
+                rank,
+                num_adapters,
+                y_offset=offset,
+                dtype=dtype,
+                a_init=a_init,
+            )
+            for offset, size in self.slices
+        ]
+        # Neither the base nor the banks are children, but their parameters are this cell's own: so weight and bias are
+        # called what they were called before, wherever in a model this cell hangs.
+        object.__setattr__(self, "base", base)
+        object.__setattr__(self, "loras", tuple(cells))
+        self.weight = base.weight
+        if base.bias is not None:
+            self.bias = base.bias
+        for number, cell in enumerate(cells):
+            ending = "" if slices is None else f"_{number}"
+            for parameter in cell.bank():
+                parameter.name += ending
+            setattr(self, f"lora_a{ending}", cell.lora_a)
+            setattr(self, f"lora_b{ending}", cell.lora_b)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.rank = rank
+        self.num_adapters = num_adapters
+        self.is_sliced = slices is not None
+        self.max_rows = 0 if route is None else route.max_rows
+        self.route_rows = None if route is None else route.rows
+        self.route_tokens = None if route is None else route.tokens
+        # The adapters come before it.
+        self.activation = base.activation if getattr(base, "activation_flag", False) else None
+        if self.activation is not None:
+            base.activation_flag = False
+
+    def construct(self, x: Tensor, indices: Tensor | None = None) -> Tensor:
+        y = self.base(x)
+        slots = self._routed(x) if indices is None else indices
+        for lora in self.loras:
+            y = lora(y, x, slots)
+        if self.activation is not None:
+            y = self.activation(y)
+        return y
+
+    def _routed(self, x: Tensor) -> Tensor:
+        """The routed slots of x's rows: of its tokens, where the batch has been flattened."""
+        if self.route_rows is None:
+            raise ValueError(
+                "indices: expected a Tensor, as no MultiLora routes this cell, got None"
+            )
+        slots: Any = self.route_tokens if x.ndim == 2 else self.route_rows
+        count = x.shape[0]
+        if _fits(count, self.max_rows):
+            return slots[:count]
+        # More rows than can be routed, or a number that only the data shows.
+        row = ops.arange(count)
+        routed = ops.gather(slots, ops.minimum(row, self.max_rows - 1), 0)
+        return ops.select(row < self.max_rows, routed, ops.full_like(routed, -1))
+
+    def set_adapter(
+        self,
+        slot: int,
+        a: Matrix | Sequence[Matrix | None],
+        b: Matrix | Sequence[Matrix | None],
+        scaling: float | Sequence[float] = 1.0,
+    ) -> None:
+        """Writes an adapter into a slot. Nothing recompiles, and a refused call changes nothing.
+
+        Args:
+            slot (int): In [0, W).
+            a (Union[numpy.ndarray, Tensor, Sequence]): [r, H1] of any float dtype, r at most R. With slices one for
+                each, None for a slice without an adapter.
+            b (Union[numpy.ndarray, Tensor, Sequence]): [H2, r]. With slices [size, r] for each, None where a is.
+            scaling (Union[float, Sequence[float]]): A factor of the adapter (PEFT: lora_alpha / r), or one for each
+                slice.
+
+        Raises:
+            ValueError: slot or a shape does not fit, or a value is too large for the bank's dtype.
+            TypeError: An argument has the wrong type.
+        """
+        self.write_adapter(slot, self.prepare_adapter(slot, a, b, scaling))
+
+    def prepare_adapter(
+        self,
+        slot: int,
+        a: Matrix | Sequence[Matrix | None],
+        b: Matrix | Sequence[Matrix | None],
+        scaling: float | Sequence[float] = 1.0,
+    ) -> Prepared:
+        """The first half of :meth:`set_adapter`: everything that can be refused, and nothing written."""
+        _bank.check_slot("slot", slot, self.num_adapters)
+        count = len(self.slices)
+        parts = []
+        for name, given in (("a", a), ("b", b)):
+            value: Any = given if self.is_sliced else [given]
+            if not isinstance(value, (list, tuple)) or len(value) != count:
+                got = len(value) if isinstance(value, (list, tuple)) else type(value).__name__
+                raise ValueError(
+                    f"{name}: expected a list of {count}, one for each slice, got {got}"
+                )
+            parts.append(value)
+        scalings = scaling if isinstance(scaling, (list, tuple)) else [scaling] * count
+        if len(scalings) != count:
+            raise ValueError(
+                f"scaling: expected one for each of {count} slices, got {len(scalings)}"
+            )
+        prepared: Prepared = []
+        for number, cell in enumerate(self.loras):
+            one_a, one_b = parts[0][number], parts[1][number]
+            if (one_a is None) != (one_b is None):
+                raise ValueError(f"a, b: expected both or neither to be None for slice {number}")
+            if one_a is None:
+                prepared.append(None)
+                continue
+            try:
+                blocks = cell.prepare_adapter(slot, one_a, one_b, scalings[number])
+            except ValueError as error:
+                raise ValueError(
+                    f"slice {number}: {error}" if self.is_sliced else str(error)
+                ) from None
+            prepared.append((cell, *blocks))
+        return prepared
+
+    def write_adapter(self, slot: int, prepared: Prepared) -> None:
+        """The second half of :meth:`set_adapter`: writes what :meth:`prepare_adapter` returned; a slice without an
+        adapter is emptied."""
+        for cell, part in zip(self.loras, prepared, strict=True):
+            if part is None:
+                cell.clear_adapter(slot)
+            else:
+                cell.write_adapter(slot, part[1], part[2])
+
+    def clear_adapter(self, slot: int) -> None:
+        """Empties a slot: zeros, which add nothing.
+
+        Args:
+            slot (int): In [0, W).
+
+        Raises:
+            ValueError: slot is outside the bank.
+            TypeError: slot is not an integer.
+        """
+        _bank.check_slot("slot", slot, self.num_adapters)
+        for cell in self.loras:
+            cell.clear_adapter(slot)
+
+    def bank(self) -> tuple[Parameter, ...]:
+        """The parameters that hold the adapters."""
+        return tuple(parameter for cell in self.loras for parameter in cell.bank())
+
+    def unwrap(self) -> nn.Cell:
+        """The base cell as it was, with its activation."""
+        if self.activation is not None:
+            self.base.activation_flag = True
+        return self.base
+
+    def extend_repr(self) -> str:
+        """What print(cell) shows."""
+        slices = f", slices={[tuple(part) for part in self.slices]}" if self.is_sliced else ""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}, "
+            f"num_adapters={self.num_adapters}{slices}"
+        )
