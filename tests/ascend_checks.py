@@ -482,6 +482,59 @@ def the_device_failing_while_it_runs(mode):
     works_again(model, mode, p, tensors)
 
 
+class Projections(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.q_proj = nn.Dense(32, 48, dtype=ms.float16)
+        self.up = nn.Dense(48, 32, dtype=ms.float16, activation="relu")
+
+    def construct(self, x):
+        return self.up(self.q_proj(x))
+
+
+@check
+def a_model_with_multi_lora(mode):
+    rng = np.random.default_rng(4)
+    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32) / 6
+    weights = {
+        "q_proj": mal.peft.LoraWeights(draw(5, 32), draw(48, 5), 0.5, 5),
+        "up": mal.peft.LoraWeights(draw(3, 48), draw(32, 3), 2.0, 3),
+    }
+    model = Projections()
+    x = rng.standard_normal((3, 32)).astype(np.float16)
+    base = model(Tensor(x)).asnumpy()
+    lora = mal.MultiLora(model, ["q_proj", "up"], max_rank=8, num_adapters=3)
+    for name in "ab":
+        mal.peft.write_adapter(name, weights)
+        lora.load_adapter(name, name)
+    lora.route(["b", None, "b"])
+    out = model(Tensor(x)).asnumpy()
+    assert out[1].tobytes() == base[1].tobytes()
+
+    def dense(cell, value, one):
+        merged = cell.weight.asnumpy().astype(np.float64) + one.scaling * one.b @ one.a
+        return value @ merged.T + cell.bias.asnumpy()
+
+    expected_out = np.maximum(
+        dense(
+            model.up,
+            dense(model.q_proj, x[::2].astype(np.float64), weights["q_proj"]),
+            weights["up"],
+        ),
+        0,
+    )
+    assert (np.abs(out[::2] - expected_out) <= 2**-7 * (1 + np.abs(expected_out))).all()
+    lora.route([])
+    lora.delete_adapter("b")
+    lora.route(["a"])
+    again = model(Tensor(x)).asnumpy()
+    assert again[0].tobytes() == out[0].tobytes() and again[1:].tobytes() == base[1:].tobytes()
+    with lora.step([None, "a"]):
+        assert model(Tensor(x)).asnumpy()[0].tobytes() == base[0].tobytes()
+    lora.detach()
+    assert model(Tensor(x)).asnumpy().tobytes() == base.tobytes()
+
+
 @check
 def raw_on_tensors_of_mindspore(mode):
     p = problem()

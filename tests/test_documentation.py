@@ -16,7 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["raw", "_errors", "ops", "nn.add_lora", "nn.lora_dense", "multi_lora"])
+@pytest.mark.parametrize(
+    "name", ["raw", "_errors", "ops", "nn.add_lora", "nn.lora_dense", "multi_lora"]
+)
 def test_the_examples_of_the_docstrings(name):
     module = importlib.import_module(f"mindspore_addlora.{name}")
     failed, tried = doctest.testmod(module)
@@ -42,8 +44,35 @@ def test_the_first_program_runs(tmp_path):
     assert last > 0
 
 
-def test_the_peft_snippet_runs():
+def test_the_snippet_of_a_whole_model():
     program = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)[1]
+    data = "examples/data/tiny_llama"
+    prelude = f"""
+import sys
+sys.path.insert(0, "examples")
+import numpy as np
+from mindspore import Tensor
+from tiny_llama import load_model
+model = load_model("{data}")
+input_ids = Tensor(np.load("{data}/expected.npz")["input_ids"][:3])
+base = model(input_ids).asnumpy()
+"""
+    program = program.replace("adapters/legal", f"{data}/qv_r8")
+    check = "print([bool((logits[i].asnumpy() == base[i]).all()) for i in range(3)])"
+    done = subprocess.run(
+        [sys.executable, "-c", prelude + program + check],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[False, True, False]"
+
+
+def test_the_peft_snippet_runs():
+    program = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)[2]
     done = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
@@ -54,6 +83,23 @@ def test_the_peft_snippet_runs():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("8 5.65"), done.stdout  # 16 / sqrt(8): rsLoRA
+
+
+def test_the_snippets_of_the_serving_page():
+    page = (ROOT / "docs" / "serving.md").read_text()
+    snippets = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    assert len(snippets) >= 9
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(snippets)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "5 of 8 slots free" in done.stdout
+    assert "got 'patent'" in done.stdout
 
 
 def test_the_errors_that_the_readme_shows():
