@@ -492,8 +492,8 @@ struct Description {
 
 // The rules for a call with leading dimensions, before there is any data: what MindSpore's layers ask at compile time.
 void check_described(const py::tuple& y, const py::tuple& x, const py::tuple& weight_b, const py::tuple& indices,
-                     const std::optional<py::tuple>& weight_a, std::int64_t layer_idx, std::int64_t y_offset,
-                     std::int64_t y_slice_size, const py::object& limits, const py::object& rounding) {
+                     const std::optional<py::tuple>& weight_a, const py::object& layer_idx, const py::object& y_offset,
+                     const py::object& y_slice_size, const py::object& limits, const py::object& rounding) {
   const Description y_view(y), x_view(x), b_view(weight_b), indices_view(indices);
   std::optional<Description> a_view;
   if (weight_a) a_view.emplace(*weight_a);
@@ -505,9 +505,9 @@ void check_described(const py::tuple& y, const py::tuple& x, const py::tuple& we
   problem.weight_b = &b_view.view;
   problem.indices = &rows.indices;
   problem.weight_a = a_view ? &a_view->view : nullptr;
-  problem.layer_idx = layer_idx;
-  problem.y_offset = y_offset;
-  problem.y_slice_size = y_slice_size;
+  problem.layer_idx = integer("layer_idx", layer_idx);
+  problem.y_offset = integer("y_offset", y_offset);
+  problem.y_slice_size = integer("y_slice_size", y_slice_size);
   problem.limits = limits_of(limits);
   problem.rounding = rounding_of(rounding);
   raise_if_refused(check_description(problem, cpu_backend()));
@@ -579,6 +579,9 @@ PYBIND11_MODULE(_core, module) {
   module.def("check_device_sizes", [](std::int64_t w, std::int64_t l, std::int64_t h2, std::int64_t r,
                                       std::optional<std::int64_t> h1) {
     raise_if_refused(check_device_sizes(w, l, h2, r, h1.value_or(kUnknown)));
+  });
+  module.def("refuse_missing", [](const std::string& argument) {
+    raise_if_refused(refuse("given", argument.c_str(), "a tensor", "None"));
   });
   module.def("refuse_width", [](const std::string& argument, const std::string& name, std::int64_t width) {
     const std::string rule = name == "H1" ? "h1_width" : name == "H2" ? "h2_width" : "h3_width";

@@ -47,9 +47,12 @@ TensorView view_of(void* data, int ndim, const std::int64_t* shape, const char* 
   return view;
 }
 
-// A scalar of a call arrives as a tensor without dimensions.
+// A scalar of a call arrives as a tensor of one element.
 template <class T>
-T scalar(void* data, const char* dtype) {
+T scalar(const char* name, const void* data, int ndim, const std::int64_t* shape, const char* dtype) {
+  for (int i = 0; i < ndim; ++i) {
+    if (shape[i] != 1) fail(std::string(name) + ": expected one number, got a tensor of more or fewer");
+  }
   const auto as = [data](auto value) {
     std::memcpy(&value, data, sizeof value);
     return static_cast<T>(value);
@@ -59,7 +62,7 @@ T scalar(void* data, const char* dtype) {
   if (std::strcmp(dtype, "float32") == 0) return as(float{});
   if (std::strcmp(dtype, "float64") == 0) return as(double{});
   if (std::strcmp(dtype, "bool") == 0) return as(bool{});
-  fail(std::string("a scalar argument: expected an integer or a float, got ") + dtype);
+  fail(std::string(name) + ": expected int32, int64, float32 or float64, got " + dtype);
 }
 
 bool checks_indices() {
@@ -91,8 +94,9 @@ void launch(bool has_a, int nparam, void** params, const int* ndims, std::int64_
   if (nparam != tensors + kScalars + 1) fail("AddLora: called with " + std::to_string(nparam) + " parameters");
   TensorView views[5];
   for (int i = 0; i < tensors; ++i) views[i] = view_of(params[i], ndims[i], shapes[i], dtypes[i]);
-  const auto scalar_at = [&](Scalar which, auto type) {
-    return scalar<decltype(type)>(params[tensors + which], dtypes[tensors + which]);
+  const auto scalar_at = [&](const char* name, Scalar which, auto type) {
+    const int i = tensors + which;
+    return scalar<decltype(type)>(name, params[i], ndims[i], shapes[i], dtypes[i]);
   };
 
   Rows rows;
@@ -107,8 +111,11 @@ void launch(bool has_a, int nparam, void** params, const int* ndims, std::int64_
   const std::int64_t w = views[kWeightB].shape[0];
   if (std::strcmp(dtypes[kIndices], "int64") == 0) {
     narrow<std::int64_t>(params[kIndices], rows.rows_per_index, w, indices);
-  } else {
+  } else if (rows.indices.dtype == DType::kInt32) {
     narrow<std::int32_t>(params[kIndices], rows.rows_per_index, w, indices);
+  } else {
+    // Shapes of unknown rank are not checked before: reading on would read past the end of narrower elements.
+    raise_if_refused(refuse("indices_dtype", "indices", "int32 or int64", dtypes[kIndices]));
   }
   rows.indices.data = indices.data();
 
@@ -119,10 +126,10 @@ void launch(bool has_a, int nparam, void** params, const int* ndims, std::int64_
   problem.indices = &rows.indices;
   problem.weight_a = has_a ? &views[kWeightA] : nullptr;
   problem.out = &out;
-  problem.layer_idx = scalar_at(kLayerIdx, std::int64_t{});
-  problem.scale = scalar_at(kScale, double{});
-  problem.y_offset = scalar_at(kYOffset, std::int64_t{});
-  problem.rounding = scalar_at(kDeviceRounding, std::int64_t{}) != 0 ? Rounding::kDevice : Rounding::kFloat32;
+  problem.layer_idx = scalar_at("layer_idx", kLayerIdx, std::int64_t{});
+  problem.scale = scalar_at("scale", kScale, double{});
+  problem.y_offset = scalar_at("y_offset", kYOffset, std::int64_t{});
+  problem.rounding = scalar_at("rounding", kDeviceRounding, std::int64_t{}) != 0 ? Rounding::kDevice : Rounding::kFloat32;
   problem.limits = Limits::kNone;
   raise_if_refused(add_lora(problem, cpu_backend()));
 }

@@ -63,7 +63,8 @@ bool empty(std::int64_t n) { return n < 1 && n != kUnknown; }
 bool above(std::int64_t n, std::int64_t limit) { return n > limit; }
 bool off_multiple(std::int64_t n) { return n != kUnknown && n % kMultiple != 0; }
 
-std::string dimension(const char* name, std::int64_t n) { return std::string(name) + " = " + to_string(n); }
+std::string size_text(std::int64_t n) { return n == kUnknown ? "?" : to_string(n); }
+std::string dimension(const char* name, std::int64_t n) { return std::string(name) + " = " + size_text(n); }
 
 struct Sizes {
   std::int64_t b, h3, h1, w, l, h2, r;
@@ -152,12 +153,12 @@ Status check_shapes(const Problem& p) {
 Status check_scalars(const Problem& p) {
   const Sizes n = sizes_of(p);
   if (p.layer_idx < 0 || (n.l != kUnknown && p.layer_idx >= n.l)) {
-    return refuse("layer_idx", "layer_idx", "0 <= layer_idx < L = " + to_string(n.l), to_string(p.layer_idx));
+    return refuse("layer_idx", "layer_idx", "0 <= layer_idx < L = " + size_text(n.l), to_string(p.layer_idx));
   }
   // Subtracted, not added: y_offset + H2 may overflow.
   if (p.y_offset < 0 || (n.h2 != kUnknown && n.h3 != kUnknown && p.y_offset > n.h3 - n.h2)) {
     return refuse("y_offset", "y_offset",
-                  "0 <= y_offset <= H3 - H2 = " + to_string(n.h3) + " - " + to_string(n.h2), to_string(p.y_offset));
+                  "0 <= y_offset <= H3 - H2 = " + size_text(n.h3) + " - " + size_text(n.h2), to_string(p.y_offset));
   }
   if (p.y_slice_size != -1 && differ(p.y_slice_size, n.h2)) {
     return refuse("y_slice_size", "y_slice_size", "-1 or H2 = " + to_string(n.h2), to_string(p.y_slice_size));

@@ -14,6 +14,8 @@ from .ascend import ops as ascend_ops
 
 __all__ = ["add_lora"]
 
+# numpy arrays are refused too, by their dtype, in words of their own.
+_TENSORS = (Tensor, np.ndarray)
 _SCALARS = ("layer_idx", "scale", "y_offset", "device_rounding")
 
 
@@ -48,6 +50,18 @@ def _describe(dtype: Any, shape: Any) -> tuple[str, tuple[int | None, ...]]:
 
 
 @constexpr
+def check_tensors(missing: tuple[bool, ...], tensors: tuple[bool, ...]) -> bool:
+    """Refuses what is None or no tensor, where the call would only fail at ``y.dtype``."""
+    names = ("y", "x", "weight_b", "indices", "weight_a")
+    for name, is_missing, is_tensor in zip(names, missing, tensors, strict=True):
+        if is_missing and name != "weight_a":
+            _core.refuse_missing(name)
+        if not is_missing and not is_tensor:
+            raise TypeError(f"{name}: expected a Tensor, got another type")
+    return True
+
+
+@constexpr
 def check_call(
     y_dtype: Any,
     y_shape: Any,
@@ -70,19 +84,23 @@ def check_call(
     What the compiler does not know yet (a dynamic dimension, a mutable scalar) arrives as None and is left to the
     kernel.
     """
-    if y_shape is None or x_shape is None or b_shape is None or indices_shape is None:
-        return True  # not even the rank is known
     for name, value in (
         ("layer_idx", layer_idx),
         ("y_offset", y_offset),
         ("y_slice_size", y_slice_size),
     ):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, (int, np.integer))
+        ):
             raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
     if scale is not None and (
         isinstance(scale, bool) or not isinstance(scale, (int, float, np.floating))
     ):
         raise TypeError(f"scale: expected a real number, got {type(scale).__name__}")
+    if isinstance(scale, int) and not -(2**63) <= scale < 2**63:
+        raise OverflowError(f"scale: expected a float or a 64-bit integer, got {scale}")
+    if y_shape is None or x_shape is None or b_shape is None or indices_shape is None:
+        return True  # not even the rank is known
     for name, dtype in (
         ("y", y_dtype),
         ("x", x_dtype),
@@ -182,6 +200,20 @@ def add_lora(
         >>> print(out.asnumpy()[:, 0])
         [8. 0. 8.]
     """
+    check_tensors(
+        (y is None, x is None, weight_b is None, indices is None, weight_a is None),
+        (
+            isinstance(y, _TENSORS),
+            isinstance(x, _TENSORS),
+            isinstance(weight_b, _TENSORS),
+            isinstance(indices, _TENSORS),
+            isinstance(weight_a, _TENSORS),
+        ),
+    )
+    if isinstance(layer_idx, np.integer):  # MindSpore's operators take few of numpy's integers
+        layer_idx = int(layer_idx)
+    if isinstance(y_offset, np.integer):
+        y_offset = int(y_offset)
     a_dtype, a_shape = None, None
     if weight_a is not None:
         a_dtype, a_shape = weight_a.dtype, weight_a.shape

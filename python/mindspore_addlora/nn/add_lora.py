@@ -12,7 +12,7 @@ import numpy.typing as npt
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 from mindspore.common.initializer import Initializer, Uniform, initializer
 
-from .. import _bank
+from .. import _bank, _core
 from ..ascend import blocks as ascend_blocks
 from ..ascend import ops as ascend_ops
 from ..ops import add_lora, check_call
@@ -45,6 +45,12 @@ def _parameters(held: Parameter | ParameterTuple) -> tuple[Parameter, ...]:
     return (held,) if isinstance(held, Parameter) else tuple(held)
 
 
+def _initial(init: Any, shape: tuple[int, ...], dtype: Any) -> Tensor:
+    """What a bank begins as. A Tensor is copied: adapters are written in place."""
+    value = initializer(init, shape, dtype)
+    return value.copy().astype(dtype) if isinstance(init, Tensor) else value.init_data()
+
+
 class AddLora(nn.Cell):
     r"""Adds to each row of y the low-rank product of its own adapter, from a bank of adapters that the cell holds.
 
@@ -67,7 +73,7 @@ class AddLora(nn.Cell):
         scale (float): A factor of every product.
         dtype (mindspore.dtype): float16, bfloat16 or float32: that of y, x and the bank.
         a_init (Union[Tensor, str, Initializer, numbers.Number], optional): What A begins as. By default uniform
-            in +-1/sqrt(H1), as PEFT begins.
+            in +-1/sqrt(H1), as PEFT begins. A Tensor has A's shape and is copied.
         b_init (Union[Tensor, str, Initializer, numbers.Number]): What B begins as. Zeros: a slot that nobody wrote
             adds nothing.
         rounding (str): "float32", or "device" to predict the NPU (float16).
@@ -85,7 +91,8 @@ class AddLora(nn.Cell):
     Raises:
         TypeError: An argument has the wrong type, or dtype is none of the three.
         ValueError: A size is below 1.
-        AddLoraError: A call breaks a rule of the operator (a ValueError, see ``mal.raw.LIMITS``).
+        AddLoraError: A call breaks a rule of the operator (a ValueError, see ``mal.raw.LIMITS``), or no call could
+            keep one (a negative y_offset, rounding "device" with another dtype than float16).
 
     Supported Platforms:
         ``CPU`` ``Ascend`` (tested on an emulated CANN only)
@@ -128,8 +135,20 @@ class AddLora(nn.Cell):
         )
         if dtype not in _DTYPES:
             raise TypeError(f"dtype: expected float16, bfloat16 or float32, got {dtype}")
-        if rounding not in ("float32", "device"):
-            raise ValueError(f'rounding: expected "float32" or "device", got {rounding!r}')
+        # The rules that hold whatever the tensors of a call are.
+        name = str(dtype).lower()
+        _core.check_described(
+            (name, (None, None)),
+            (name, (None, in_features)),
+            (name, (num_adapters, num_layers, out_features, rank)),
+            ("int32", (None,)),
+            (name, (num_adapters, num_layers, rank, in_features)),
+            0,
+            y_offset,
+            -1,
+            "none",
+            rounding,
+        )
         self.in_features = in_features
         self.out_features = out_features
         self.rank = rank
@@ -148,11 +167,11 @@ class AddLora(nn.Cell):
             ascend_ops.check_sizes(num_adapters, num_layers, out_features, rank, in_features, None)
             self.blocks = ascend_blocks.split(num_adapters, num_layers, rank)
         if self.blocks is None:
-            self.lora_a = Parameter(initializer(a_init, a_shape, dtype).init_data(), name="lora_a")
-            self.lora_b = Parameter(initializer(b_init, b_shape, dtype).init_data(), name="lora_b")
+            self.lora_a = Parameter(_initial(a_init, a_shape, dtype), name="lora_a")
+            self.lora_b = Parameter(_initial(b_init, b_shape, dtype), name="lora_b")
         else:
-            a = initializer(a_init, a_shape, ms.float16).init_data()
-            b = initializer(b_init, b_shape, ms.float16).init_data()
+            a = _initial(a_init, a_shape, ms.float16)
+            b = _initial(b_init, b_shape, ms.float16)
             self.lora_a = _held("lora_a", _bank.in_blocks(a.asnumpy(), self.blocks, rank_axis=2))
             self.lora_b = _held("lora_b", _bank.in_blocks(b.asnumpy(), self.blocks, rank_axis=3))
 
