@@ -95,7 +95,13 @@ void spoil(Choices& choices, Call& call) {
   TensorView& view = tensors[which]->view;
   switch (choices.below(10)) {
     case 0: *given[which] = nullptr; break;
-    case 1: view.dtype = choices.one_in(2) ? DType::kOther : DType::kFloat32; break;
+    case 1:
+      if (choices.one_in(2)) {
+        view.dtype = DType::kOther;
+      } else if (view.dtype != DType::kOther) {  // another one of the same width
+        view.dtype = addlora::dtype_bytes(view.dtype) == 4 ? DType::kInt32 : DType::kBFloat16;
+      }
+      break;
     case 2: {
       if (view.ndim == 0) break;
       const auto axis = choices.below(view.ndim);
@@ -109,7 +115,13 @@ void spoil(Choices& choices, Call& call) {
       view.shape[axis] = count;
       break;
     }
-    case 3: view.ndim = static_cast<int>(choices.below(addlora::kMaxDims + 3)); break;
+    case 3: {
+      if (tensors[which]->empty()) break;  // without the axis of no elements it would have some
+      const int before = view.ndim;
+      view.ndim = static_cast<int>(choices.below(addlora::kMaxDims + 3));
+      for (int i = before; i < view.ndim && i < addlora::kMaxDims; ++i) view.shape[i] = 1;
+      break;
+    }
     case 4: call.problem.layer_idx = odd_number(choices); break;
     case 5: call.problem.y_offset = odd_number(choices); break;
     case 6: call.problem.y_slice_size = odd_number(choices); break;
@@ -122,16 +134,12 @@ void spoil(Choices& choices, Call& call) {
     case 8: call.out.view.writable = false; break;
     default: {
       // out lies in the memory of an input.
+      if (call.out.view.ndim > addlora::kMaxDims) break;
       const std::size_t bytes = static_cast<std::size_t>(call.out.count()) * addlora::dtype_bytes(call.out.view.dtype);
       if (tensors[which] != &call.out && tensors[which]->bytes >= bytes) {
         call.out.view.data = tensors[which]->memory.get() + (tensors[which]->bytes - bytes);
       }
     }
-  }
-  if (view.ndim > addlora::kMaxDims) return;
-  for (int i = 0; i < view.ndim; ++i) {
-    if (view.shape[i] != 0 || view.strides[i] != 0) continue;
-    view.shape[i] = 1;  // an axis that the tensor did not have before
   }
 }
 
@@ -188,6 +196,16 @@ std::vector<char> memory_of(const Tensor& tensor) {
   return {tensor.memory.get(), tensor.memory.get() + tensor.bytes};
 }
 
+// The elements, of a tensor that a rule could accept; memory between them does not count.
+std::vector<char> elements_of(const Tensor& tensor) {
+  const TensorView& view = tensor.view;
+  if (view.data == nullptr || view.dtype == DType::kOther || view.ndim > addlora::kMaxDims) return {};
+  double count = 1;
+  for (int i = 0; i < view.ndim; ++i) count *= static_cast<double>(view.shape[i]);
+  if (count > 1e6) return {};
+  return memory_of(plain_copy(tensor));
+}
+
 }  // namespace
 
 std::string random_call(Choices& choices, Counts& counts) {
@@ -196,8 +214,13 @@ std::string random_call(Choices& choices, Counts& counts) {
   for (int i = 0; i < spoiled; ++i) spoil(choices, call);
   addlora::cpu::set_thread_count(static_cast<int>(choices.below(16)) + 1);
   const Tensor* const tensors[] = {&call.y, &call.x, &call.weight_b, &call.indices, &call.weight_a, &call.out};
-  std::vector<std::vector<char>> before;
+  // Where out lies in another tensor's memory, that memory may change, but none of its elements; y may be out itself.
+  const bool apart = call.out.view.bytes() == call.out.memory.get() ||
+                     call.out.view.bytes() == call.out.memory.get() + 1;
+  const bool in_place = call.out.view.data == call.y.view.data;
+  std::vector<std::vector<char>> before, elements;
   for (const Tensor* tensor : tensors) before.push_back(memory_of(*tensor));
+  for (const Tensor* tensor : tensors) elements.push_back(apart ? std::vector<char>() : elements_of(*tensor));
 
   Status status;
   try {
@@ -212,12 +235,11 @@ std::string random_call(Choices& choices, Counts& counts) {
   if (!status.ok() && spoiled == 0 && call.problem.limits == addlora::Limits::kNone) {
     return "a right call was refused: " + status.message;
   }
-  // In place, or in another input's gaps, the memory of out changes with the call.
-  const bool apart = call.out.view.data == nullptr || call.out.view.bytes() == call.out.memory.get() ||
-                     call.out.view.bytes() == call.out.memory.get() + 1;
   for (std::size_t i = 0; i < std::size(tensors); ++i) {
-    const bool may_change = status.ok() && (tensors[i] == &call.out || !apart);
-    if (!may_change && memory_of(*tensors[i]) != before[i]) {
+    if (status.ok() && (tensors[i] == &call.out || (tensors[i] == &call.y && in_place))) continue;
+    if (status.ok() && !apart) {
+      if (elements_of(*tensors[i]) != elements[i]) return "an input that out lies in was changed";
+    } else if (memory_of(*tensors[i]) != before[i]) {
       return status.ok() ? "an input was changed" : "a refused call wrote: " + status.message;
     }
   }

@@ -47,6 +47,11 @@ std::int64_t Tensor::count() const {
   return std::accumulate(view.shape, view.shape + view.ndim, std::int64_t{1}, std::multiplies<>());
 }
 
+bool Tensor::empty() const {
+  const int held = std::min(view.ndim, addlora::kMaxDims);
+  return std::any_of(view.shape, view.shape + held, [](std::int64_t n) { return n == 0; });
+}
+
 char* Tensor::element(std::int64_t i) const {
   std::int64_t offset = 0;
   for (int d = view.ndim - 1; d >= 0; --d) {

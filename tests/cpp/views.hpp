@@ -33,6 +33,7 @@ struct Tensor {
   // Element i in C order.
   char* element(std::int64_t i) const;
   std::int64_t count() const;
+  bool empty() const;
 };
 
 // Axes in any order, with gaps, backwards, repeated (stride 0), at any byte. Memory is filled with random elements.
