@@ -6,12 +6,14 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "add_lora.hpp"
 #include "cpu/cpu_backend.hpp"
+#include "gradients.hpp"
 #include "leading_dims.hpp"
 #include "rules.hpp"
 
@@ -89,7 +91,9 @@ void narrow(const void* from, std::int64_t rows_per_index, std::int64_t w, std::
   }
 }
 
-void launch(bool has_a, int nparam, void** params, const int* ndims, std::int64_t** shapes, const char** dtypes) {
+// The operator, or one of its gradients: there y is the gradient of the result.
+void launch(bool has_a, std::optional<Gradient> gradient, int nparam, void** params, const int* ndims,
+            std::int64_t** shapes, const char** dtypes) {
   const int tensors = has_a ? 5 : 4;
   if (nparam != tensors + kScalars + 1) fail("AddLora: called with " + std::to_string(nparam) + " parameters");
   TensorView views[5];
@@ -101,8 +105,12 @@ void launch(bool has_a, int nparam, void** params, const int* ndims, std::int64_
 
   Rows rows;
   raise_if_refused(collapse_leading_dims(views[kY], views[kX], views[kIndices], rows));
-  if (rows.y.shape[0] == 0) return;
+  if (rows.y.shape[0] == 0 && !gradient) return;
   TensorView out = rows.y;
+  if (gradient) {
+    out = *gradient == Gradient::kX ? rows.x : views[*gradient == Gradient::kWeightA ? kWeightA : kWeightB];
+    set_contiguous_strides(out);
+  }
   out.data = params[nparam - 1];
 
   // Kept between calls, so that a step allocates nothing.
@@ -131,12 +139,18 @@ void launch(bool has_a, int nparam, void** params, const int* ndims, std::int64_
   problem.y_offset = scalar_at("y_offset", kYOffset, std::int64_t{});
   problem.rounding = scalar_at("rounding", kDeviceRounding, std::int64_t{}) != 0 ? Rounding::kDevice : Rounding::kFloat32;
   problem.limits = Limits::kNone;
-  raise_if_refused(add_lora(problem, cpu_backend()));
+  if (!gradient) {
+    raise_if_refused(add_lora(problem, cpu_backend()));
+    return;
+  }
+  problem.rounding = Rounding::kFloat32;
+  raise_if_refused(check_description(problem, cpu_backend()));
+  compute_gradient(problem, *gradient);
 }
 
 // The shape of the result, and a refusal of shapes that do not agree before anything runs. MindSpore passes no dtypes
 // here, so all count as float32.
-std::vector<std::int64_t> infer(bool has_a, const int* ndims, std::int64_t** shapes) {
+std::vector<std::int64_t> infer(bool has_a, Input like, const int* ndims, std::int64_t** shapes) {
   const auto view = [&](int i, const char* dtype) { return view_of(nullptr, ndims[i], shapes[i], dtype); };
   const TensorView y = view(kY, "float32");
   const TensorView x = view(kX, "float32");
@@ -146,7 +160,7 @@ std::vector<std::int64_t> infer(bool has_a, const int* ndims, std::int64_t** sha
   for (int i = 0; i < (has_a ? 5 : 4); ++i) {
     // A dimension of -2 means that not even the rank is known.
     for (int d = 0; d < ndims[i]; ++d) {
-      if (shapes[i][d] < kUnknown) return {shapes[kY], shapes[kY] + ndims[kY]};
+      if (shapes[i][d] < kUnknown) return {shapes[like], shapes[like] + ndims[like]};
     }
   }
   Rows rows;
@@ -159,7 +173,7 @@ std::vector<std::int64_t> infer(bool has_a, const int* ndims, std::int64_t** sha
   problem.weight_a = has_a ? &weight_a : nullptr;
   problem.limits = Limits::kNone;
   raise_if_refused(check_description(problem, cpu_backend()));
-  return {shapes[kY], shapes[kY] + ndims[kY]};
+  return {shapes[like], shapes[like] + ndims[like]};
 }
 
 }  // namespace
@@ -168,22 +182,23 @@ std::vector<std::int64_t> infer(bool has_a, const int* ndims, std::int64_t** sha
 
 extern "C" {
 
-ADDLORA_EXPORT int AddLora(int nparam, void** params, int* ndims, std::int64_t** shapes, const char** dtypes,
-                           void* /*stream*/, void* /*extra*/) {
-  launch(true, nparam, params, ndims, shapes, dtypes);
-  return 0;
-}
-ADDLORA_EXPORT std::vector<std::int64_t> AddLoraInferShape(int* ndims, std::int64_t** shapes, void* /*extra*/) {
-  return infer(true, ndims, shapes);
-}
+// One operator: its launch and its shape, which is that of an input.
+#define ADDLORA_OPERATOR(NAME, HAS_A, GRADIENT, LIKE)                                                                 \
+  ADDLORA_EXPORT int NAME(int nparam, void** params, int* ndims, std::int64_t** shapes, const char** dtypes,          \
+                          void* /*stream*/, void* /*extra*/) {                                                        \
+    launch(HAS_A, GRADIENT, nparam, params, ndims, shapes, dtypes);                                                   \
+    return 0;                                                                                                         \
+  }                                                                                                                   \
+  ADDLORA_EXPORT std::vector<std::int64_t> NAME##InferShape(int* ndims, std::int64_t** shapes, void* /*extra*/) {     \
+    return infer(HAS_A, LIKE, ndims, shapes);                                                                         \
+  }
 
+ADDLORA_OPERATOR(AddLora, true, std::nullopt, kY)
+ADDLORA_OPERATOR(AddLoraGradX, true, Gradient::kX, kX)
+ADDLORA_OPERATOR(AddLoraGradWeightA, true, Gradient::kWeightA, kWeightA)
+ADDLORA_OPERATOR(AddLoraGradWeightB, true, Gradient::kWeightB, kWeightB)
 // Without weight_a.
-ADDLORA_EXPORT int AddLoraExpand(int nparam, void** params, int* ndims, std::int64_t** shapes, const char** dtypes,
-                                 void* /*stream*/, void* /*extra*/) {
-  launch(false, nparam, params, ndims, shapes, dtypes);
-  return 0;
-}
-ADDLORA_EXPORT std::vector<std::int64_t> AddLoraExpandInferShape(int* ndims, std::int64_t** shapes, void* /*extra*/) {
-  return infer(false, ndims, shapes);
-}
+ADDLORA_OPERATOR(AddLoraExpand, false, std::nullopt, kY)
+ADDLORA_OPERATOR(AddLoraExpandGradX, false, Gradient::kX, kX)
+ADDLORA_OPERATOR(AddLoraExpandGradWeightB, false, Gradient::kWeightB, kWeightB)
 }

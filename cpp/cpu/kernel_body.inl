@@ -162,6 +162,14 @@ void shrink(ShrinkTask& t) {
 // to[r][c] = b[c][r] as floats, for `columns` columns; zero up to the next multiple of 16 columns.
 template <class T>
 inline void transpose(const ExpandTask& t, const char* b, int64_t columns, float* to) {
+  if (t.b_columns != nullptr || t.b_row_stride == static_cast<int64_t>(sizeof(T))) {
+    // Turned already: what lies side by side is wanted side by side.
+    for (int64_t r = 0; r < t.rank; ++r) {
+      const int64_t at = t.b_columns == nullptr ? r : t.b_columns[r];
+      widen<T>(b + at * t.b_column_stride, t.b_row_stride, columns, to + r * kBlockColumns);
+    }
+    return;
+  }
   for (int64_t c = 0; c < columns; c += kLanes) {
     for (int64_t r = 0; r < t.rank; r += kLanes) {
       const char* from = b + c * t.b_row_stride + r * t.b_column_stride;

@@ -54,6 +54,7 @@ struct ExpandTask {
   const char* b;
   int64_t b_row_stride;
   int64_t b_column_stride;
+  const int64_t* b_columns;  // where column r of b lies: b_columns[r] strides from b; r strides where it is null
   int64_t rank;
   int64_t h_begin;
   int64_t h_end;

@@ -19,7 +19,7 @@ _TENSORS = (Tensor, np.ndarray)
 _SCALARS = ("layer_idx", "scale", "y_offset", "device_rounding")
 
 
-def _custom_op(function: str, tensors: tuple[str, ...]) -> ops.Custom:
+def _custom_op(function: str, tensors: tuple[str, ...], bprop: Any = None) -> ops.Custom:
     # Every argument is registered, scalars included: dynamic shapes need it.
     inputs = tensors + _SCALARS
     registration = CustomRegOp(function)
@@ -33,12 +33,60 @@ def _custom_op(function: str, tensors: tuple[str, ...]) -> ops.Custom:
         out_shape=None,  # inferred by the library's own <function>InferShape
         out_dtype=lambda y, *_: y,
         func_type="aot",
+        bprop=bprop,
         reg_info=registration.get_op_info(),
     )
 
 
-_add_lora = _custom_op("AddLora", ("y", "x", "weight_b", "indices", "weight_a"))
-_add_lora_expand = _custom_op("AddLoraExpand", ("y", "x", "weight_b", "indices"))
+_NAMES = ("y", "x", "weight_b", "indices", "weight_a")
+
+# One operator for each gradient, so that a graph runs those that somebody asked for; cpp/gradients.hpp has the formulas.
+# Each takes the gradient of the result in y's place.
+_grad_x = _custom_op("AddLoraGradX", _NAMES)
+_grad_weight_a = _custom_op("AddLoraGradWeightA", _NAMES)
+_grad_weight_b = _custom_op("AddLoraGradWeightB", _NAMES)
+_expand_grad_x = _custom_op("AddLoraExpandGradX", _NAMES[:4])
+_expand_grad_weight_b = _custom_op("AddLoraExpandGradWeightB", _NAMES[:4])
+
+
+def _gradients(
+    y: Tensor,
+    x: Tensor,
+    weight_b: Tensor,
+    indices: Tensor,
+    weight_a: Tensor,
+    layer_idx: int,
+    scale: float,
+    y_offset: int,
+    device_rounding: int,
+    out: Tensor,
+    dout: Tensor,
+) -> tuple[Any, ...]:
+    dx = _grad_x(dout, x, weight_b, indices, weight_a, layer_idx, scale, y_offset, 0)
+    da = _grad_weight_a(dout, x, weight_b, indices, weight_a, layer_idx, scale, y_offset, 0)
+    db = _grad_weight_b(dout, x, weight_b, indices, weight_a, layer_idx, scale, y_offset, 0)
+    return dout, dx, db, ops.zeros_like(indices), da, 0, 0, 0, 0
+
+
+def _expand_gradients(
+    y: Tensor,
+    x: Tensor,
+    weight_b: Tensor,
+    indices: Tensor,
+    layer_idx: int,
+    scale: float,
+    y_offset: int,
+    device_rounding: int,
+    out: Tensor,
+    dout: Tensor,
+) -> tuple[Any, ...]:
+    dx = _expand_grad_x(dout, x, weight_b, indices, layer_idx, scale, y_offset, 0)
+    db = _expand_grad_weight_b(dout, x, weight_b, indices, layer_idx, scale, y_offset, 0)
+    return dout, dx, db, ops.zeros_like(indices), 0, 0, 0, 0
+
+
+_add_lora = _custom_op("AddLora", _NAMES, _gradients)
+_add_lora_expand = _custom_op("AddLoraExpand", _NAMES[:4], _expand_gradients)
 
 
 def _dtype_name(dtype: Any) -> str:

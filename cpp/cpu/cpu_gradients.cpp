@@ -1,0 +1,276 @@
+// The gradients on the CPU, from the two products that the kernel sets have.
+//
+// dx is the operator itself with the banks exchanged and turned. dA and dB are products over the rows of an adapter:
+// the expand kernel takes them with the ranks as its rows and the batch's rows as its ranks.
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "../gradients.hpp"
+#include "../plan.hpp"
+#include "cpu_backend.hpp"
+#include "kernel_sets.hpp"
+#include "thread_pool.hpp"
+
+namespace addlora {
+namespace {
+
+using cpu::KernelSet;
+
+// A bank as the other product reads it: [W, L, n, m] as [W, L, m, n].
+TensorView turned(const TensorView& bank) {
+  TensorView view = bank;
+  std::swap(view.shape[2], view.shape[3]);
+  std::swap(view.strides[2], view.strides[3]);
+  return view;
+}
+
+// The columns of g that the operator added to.
+TensorView slice_of(const Problem& forward) {
+  TensorView view = *forward.y;
+  view.data = view.bytes() + forward.y_offset * view.strides[1];
+  view.shape[1] = forward.weight_b->shape[2];
+  return view;
+}
+
+std::size_t bytes_of(const TensorView& view) {
+  std::size_t bytes = dtype_bytes(view.dtype);
+  for (int i = 0; i < view.ndim; ++i) bytes *= static_cast<std::size_t>(view.shape[i]);
+  return bytes;
+}
+
+void gradient_of_x(const Problem& forward) {
+  const TensorView slice = slice_of(forward);
+  const TensorView turned_b = turned(*forward.weight_b);
+  const TensorView turned_a = forward.weight_a == nullptr ? TensorView{} : turned(*forward.weight_a);
+  Problem problem = forward;
+  problem.y = forward.out;
+  problem.x = &slice;
+  problem.weight_b = forward.weight_a == nullptr ? &turned_b : &turned_a;
+  problem.weight_a = forward.weight_a == nullptr ? nullptr : &turned_b;
+  problem.y_offset = 0;
+  problem.rounding = Rounding::kFloat32;
+  std::memset(forward.out->data, 0, bytes_of(*forward.out));
+  if (forward.out->shape[0] > 0) cpu_backend().run(problem);
+}
+
+struct FreeMemory {
+  void operator()(void* memory) const { std::free(memory); }
+};
+using Memory = std::unique_ptr<float, FreeMemory>;
+
+Memory allocate_floats(std::size_t count) {
+  void* memory = std::aligned_alloc(64, (count * sizeof(float) + 63) / 64 * 64);
+  if (memory == nullptr && count > 0) throw std::bad_alloc();
+  return Memory(static_cast<float*>(memory));
+}
+
+// The sum over an adapter's rows of factor[i]^T value[i]: `factor` has R columns and comes out of a product (z or dz),
+// `value` is x or g's slice.
+class OuterProducts {
+ public:
+  OuterProducts(const Problem& forward, Gradient wanted, int threads)
+      : forward_(forward), wanted_(wanted), slice_(slice_of(forward)), turned_b_(turned(*forward.weight_b)) {
+    const bool is_a = wanted == Gradient::kWeightA;
+    value_ = is_a ? forward.x : &slice_;
+    source_ = is_a ? &slice_ : forward.x;
+    product_ = is_a ? &turned_b_ : forward.weight_a;
+    width_ = value_->shape[1];
+    rank_ = forward.weight_b->shape[3];
+    item_ = static_cast<std::int64_t>(dtype_bytes(value_->dtype));
+    plan_ = make_plan(forward, threads);
+    order_.resize(static_cast<std::size_t>(plan_.sizes.b));
+    adapters_.resize(order_.size());
+    counts_.resize(plan_.counting_sort ? static_cast<std::size_t>(plan_.sizes.w) : 0);
+    groups_.resize(static_cast<std::size_t>(std::min(plan_.sizes.b, plan_.sizes.w) + 1));
+    grouping_ = group_rows(forward, plan_, order_.data(), adapters_.data(), counts_.data(), groups_.data());
+    std::int64_t longest = 0;
+    for (std::int64_t i = 0; i < grouping_.group_count; ++i) {
+      Group& group = groups_[static_cast<std::size_t>(i)];
+      group.first_shrink_task = shrink_tasks_;
+      group.first_expand_task = expand_tasks_;
+      shrink_tasks_ += divide_up(group.end - group.begin, kShrinkRows);
+      expand_tasks_ += divide_up(width_, kColumns);
+      longest = std::max(longest, group.end - group.begin);
+    }
+    for (std::int64_t r = 0; r < std::max(rank_, longest); ++r) ordinals_.push_back(r);
+    factors_ = allocate_floats(static_cast<std::size_t>(grouping_.active_rows * rank_));
+    const std::size_t shrink = cpu::kShrinkScratchFloats + static_cast<std::size_t>(kShrinkRows * rank_);
+    const std::size_t expand =
+        cpu::expand_scratch_floats(longest) + static_cast<std::size_t>(2 * rank_ * kColumns + kColumns);
+    scratch_floats_ = (std::max(shrink, expand) + 15) / 16 * 16;
+    scratch_ = allocate_floats(scratch_floats_ * static_cast<std::size_t>(threads));
+  }
+
+  void run(const KernelSet& kernels, int threads) {
+    kernels_ = &kernels;
+    element_ = value_->dtype == DType::kFloat16    ? cpu::kHalf
+               : value_->dtype == DType::kBFloat16 ? cpu::kBfloat
+                                                   : cpu::kSingle;
+    std::memset(forward_.out->data, 0, bytes_of(*forward_.out));
+    FactorPhase factors(*this);
+    SumPhase sums(*this);
+    cpu::Phase* phases[] = {&factors, &sums};
+    cpu::run_phases(phases, 2, threads);
+  }
+
+ private:
+  static constexpr std::int64_t kShrinkRows = 64;
+  static constexpr std::int64_t kColumns = 256;
+
+  static std::int64_t divide_up(std::int64_t n, std::int64_t by) { return (n + by - 1) / by; }
+
+  const Group& group_of(std::int64_t task, std::int64_t Group::* first_task) const {
+    const Group* begin = groups_.data();
+    const Group* after = std::upper_bound(begin, begin + grouping_.group_count, task,
+                                          [&](std::int64_t t, const Group& group) { return t < group.*first_task; });
+    return after[-1];
+  }
+  float* scratch_of(int participant) const {
+    return scratch_.get() + static_cast<std::size_t>(participant) * scratch_floats_;
+  }
+  char* at_layer(const TensorView& bank, std::int64_t adapter) const {
+    return bank.bytes() + adapter * bank.strides[0] + forward_.layer_idx * bank.strides[1];
+  }
+
+  // factor[r][i] for a tile of rows.
+  void factor(std::int64_t number, int participant) const {
+    const Group& group = group_of(number, &Group::first_shrink_task);
+    const std::int64_t begin = group.begin + (number - group.first_shrink_task) * kShrinkRows;
+    float* const z = scratch_of(participant);
+    cpu::ShrinkTask task{};
+    task.x = source_->bytes();
+    task.x_row_stride = source_->strides[0];
+    task.x_column_stride = source_->strides[1];
+    task.rows = order_.data() + begin;
+    task.row_count = std::min(kShrinkRows, group.end - begin);
+    if (product_ != nullptr) {
+      task.a = at_layer(*product_, group.adapter);
+      task.a_row_stride = product_->strides[2];
+      task.a_column_stride = product_->strides[3];
+    }
+    task.h1 = source_->shape[1];
+    task.z = z;
+    task.z_row_stride = rank_;
+    task.scratch = z + kShrinkRows * rank_ + (-(kShrinkRows * rank_) & 15);
+    for (std::int64_t r = 0; r < rank_; r += cpu::kMaxTaskRanks) {
+      task.r_begin = r;
+      task.r_end = std::min(r + cpu::kMaxTaskRanks, rank_);
+      // A task may have so many (row, rank) sums.
+      const std::int64_t rows = cpu::kMaxTaskSums / (task.r_end - r);
+      for (std::int64_t i = 0; i < std::min(kShrinkRows, group.end - begin); i += rows) {
+        task.rows = order_.data() + begin + i;
+        task.row_count = std::min(rows, std::min(kShrinkRows, group.end - begin) - i);
+        task.z = z + i * rank_;
+        kernels_->shrink[element_](task);
+      }
+    }
+    const std::int64_t count = group.end - group.begin;
+    float* const to = factors_.get() + group.begin * rank_ + (begin - group.begin);
+    for (std::int64_t i = 0; i < std::min(kShrinkRows, group.end - begin); ++i) {
+      for (std::int64_t r = 0; r < rank_; ++r) to[r * count + i] = z[i * rank_ + r];
+    }
+  }
+
+  // Some columns of an adapter's sum.
+  void sum(std::int64_t number, int participant) const {
+    const Group& group = group_of(number, &Group::first_expand_task);
+    const std::int64_t first = (number - group.first_expand_task) * kColumns;
+    const std::int64_t columns = std::min(kColumns, width_ - first);
+    const std::int64_t count = group.end - group.begin;
+    float* const scratch = scratch_of(participant);
+    char* const piece = reinterpret_cast<char*>(scratch + cpu::expand_scratch_floats(count));  // [R, columns]
+    char* const zeros = piece + rank_ * kColumns * item_;
+    std::memset(zeros, 0, static_cast<std::size_t>(kColumns * item_));
+    cpu::ExpandTask task{};
+    task.z = factors_.get() + group.begin * rank_;
+    task.z_row_stride = count;
+    task.rows = ordinals_.data();
+    task.row_count = rank_;
+    task.b = value_->bytes() + first * value_->strides[1];
+    task.b_row_stride = value_->strides[1];
+    task.b_column_stride = value_->strides[0];
+    task.b_columns = order_.data() + group.begin;
+    task.rank = count;
+    task.h_begin = 0;
+    task.h_end = columns;
+    task.y = zeros;
+    task.y_row_stride = 0;
+    task.y_column_stride = item_;
+    task.out = piece;
+    task.out_row_stride = kColumns * item_;
+    task.scale = static_cast<float>(forward_.scale);
+    task.scratch = scratch;
+    kernels_->expand[element_](task);
+
+    char* const out = at_layer(*forward_.out, group.adapter);
+    if (wanted_ == Gradient::kWeightA) {
+      for (std::int64_t r = 0; r < rank_; ++r) {
+        std::memcpy(out + (r * width_ + first) * item_, piece + r * kColumns * item_,
+                    static_cast<std::size_t>(columns * item_));
+      }
+      return;
+    }
+    for (std::int64_t c = 0; c < columns; ++c) {
+      for (std::int64_t r = 0; r < rank_; ++r) {
+        std::memcpy(out + ((first + c) * rank_ + r) * item_, piece + (r * kColumns + c) * item_,
+                    static_cast<std::size_t>(item_));
+      }
+    }
+  }
+
+  class FactorPhase final : public cpu::Phase {
+   public:
+    explicit FactorPhase(const OuterProducts& products) : products_(products) {}
+    std::int64_t count() const override { return products_.shrink_tasks_; }
+    void run(std::int64_t task, int participant) override { products_.factor(task, participant); }
+
+   private:
+    const OuterProducts& products_;
+  };
+  class SumPhase final : public cpu::Phase {
+   public:
+    explicit SumPhase(const OuterProducts& products) : products_(products) {}
+    std::int64_t count() const override { return products_.expand_tasks_; }
+    void run(std::int64_t task, int participant) override { products_.sum(task, participant); }
+
+   private:
+    const OuterProducts& products_;
+  };
+
+  const Problem& forward_;
+  const Gradient wanted_;
+  const TensorView slice_, turned_b_;
+  const TensorView *value_, *source_, *product_;
+  std::int64_t width_ = 0, rank_ = 0, item_ = 0;
+  Plan plan_{};
+  std::vector<std::int64_t> order_, adapters_, counts_, ordinals_;
+  std::vector<Group> groups_;
+  Grouping grouping_{};
+  std::int64_t shrink_tasks_ = 0, expand_tasks_ = 0;
+  Memory factors_;  // [rows, R] for each group, turned: [R, rows of the group]
+  Memory scratch_;
+  std::size_t scratch_floats_ = 0;
+  const KernelSet* kernels_ = nullptr;
+  cpu::Element element_ = cpu::kSingle;
+};
+
+}  // namespace
+
+void compute_gradient(const Problem& forward, Gradient wanted) {
+  if (wanted == Gradient::kX) {
+    gradient_of_x(forward);
+    return;
+  }
+  const cpu::Selection& selection = cpu::selected_kernel_set();
+  if (selection.set == nullptr) throw std::invalid_argument(selection.error);
+  const int threads = cpu::thread_count();
+  OuterProducts(forward, wanted, threads).run(*selection.set, threads);
+}
+
+}  // namespace addlora
