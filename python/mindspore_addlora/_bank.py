@@ -158,3 +158,31 @@ def write_in_blocks(
         part = np.take(matrix, range(rank, rank + ranks), axis=rank_axis)
         missing = [(0, padding(ranks) if axis == rank_axis else 0) for axis in range(2)]
         write_block(parameter, slot - first, layer - first_layer, np.pad(part, missing))
+
+
+def read_block(parameter: Parameter, slot: int, layer: int) -> Array:
+    """A copy of one slot of one layer."""
+    block: Array = parameter[slot, layer].asnumpy().copy()
+    return block.view(ml_dtypes.bfloat16) if block.dtype.name == "bfloat16" else block
+
+
+def read_from_blocks(
+    parameters: Sequence[Parameter],
+    blocks: Sequence[Block],
+    slot: int,
+    layer: int,
+    matrix: Array,
+    rank_axis: int,
+) -> None:
+    """Fills a slot's matrix from every block that has a part of it."""
+    for parameter, block in zip(parameters, blocks, strict=True):
+        (first, slots), (first_layer, layers), (rank, ranks) = block
+        if not (first <= slot < first + slots and first_layer <= layer < first_layer + layers):
+            continue
+        part = np.take(
+            read_block(parameter, slot - first, layer - first_layer), range(ranks), axis=rank_axis
+        )
+        if rank_axis == 0:
+            matrix[rank : rank + ranks] = part
+        else:
+            matrix[:, rank : rank + ranks] = part

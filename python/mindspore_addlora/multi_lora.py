@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import mint, nn
+from mindspore import Parameter, mint, nn
 
 from . import _bank, peft
 from .nn.lora_dense import LoraDense, Prepared, Route
@@ -36,7 +37,7 @@ class AdapterInfo:
 
     Args:
         slot (int): Its slot in every bank.
-        path (str): The folder that it was read from.
+        path (str): The folder that it was read from; empty where it was created here.
         rank (int): The largest rank of its modules.
         modules (Mapping[str, tuple[int, float]]): Rank and scaling of each module, by the adapter's own names.
         config (Mapping[str, Any]): Its ``adapter_config.json``.
@@ -223,6 +224,9 @@ class MultiLora:
         self._rename = _renaming(rename)
         self._adapters: dict[str, AdapterInfo] = {}
         self._routed: tuple[str | None, ...] = ()
+        self._tokens_per_row = 1
+        self._trained: tuple[str, ...] = ()
+        self._trained_route: Route | None = None
         self._lock = threading.RLock()
         self._attached = True
 
@@ -307,26 +311,11 @@ class MultiLora:
             OSError: A file is missing or cannot be read.
         """
         with self._lock:
-            self._require_attached()
-            if not isinstance(adapter_name, str):
-                raise TypeError(
-                    f"adapter_name: expected a string, got {type(adapter_name).__name__}"
-                )
-            if adapter_name in self._adapters:
-                raise ValueError(
-                    f"adapter_name: expected a name that is not loaded (delete_adapter it first), got {adapter_name!r}"
-                )
-            taken = {info.slot for info in self._adapters.values()}
-            free = [slot for slot in range(self._num_adapters) if slot not in taken]
-            if not free:
-                raise ValueError(
-                    f"adapter {adapter_name!r}: expected a free slot, got {self._num_adapters} of "
-                    f"{self._num_adapters} taken by {', '.join(self._adapters)}"
-                )
+            free_slot = self._free_slot(adapter_name)
             adapter = peft.read_adapter(path, max_rank=self._max_rank)
             self._check_modules(adapter)
             info = AdapterInfo(
-                free[0],
+                free_slot,
                 os.path.abspath(path),
                 max(weights.rank for weights in adapter.modules.values()),
                 {name: (w.rank, w.scaling) for name, w in adapter.modules.items()},
@@ -350,6 +339,24 @@ class MultiLora:
             for target, _, sizes in prepared:
                 target.sizes = sizes
             self._adapters[adapter_name] = info
+
+    def _free_slot(self, adapter_name: str) -> int:
+        """Where an adapter of that name can go."""
+        self._require_attached()
+        if not isinstance(adapter_name, str):
+            raise TypeError(f"adapter_name: expected a string, got {type(adapter_name).__name__}")
+        if adapter_name in self._adapters:
+            raise ValueError(
+                f"adapter_name: expected a name that is not loaded (delete_adapter it first), got {adapter_name!r}"
+            )
+        taken = {info.slot for info in self._adapters.values()}
+        for slot in range(self._num_adapters):
+            if slot not in taken:
+                return slot
+        raise ValueError(
+            f"adapter {adapter_name!r}: expected a free slot, got {self._num_adapters} of {self._num_adapters} taken by "
+            f"{', '.join(self._adapters)}"
+        )
 
     def _check_modules(self, adapter: peft.PeftAdapter) -> None:
         """Every module of the adapter has a place, and every place that its configuration targets a module."""
@@ -384,6 +391,10 @@ class MultiLora:
             info = self._adapters.get(adapter_name)
             if info is None:
                 raise ValueError(self._unknown(adapter_name))
+            if adapter_name in self._trained:
+                raise ValueError(
+                    f"adapter_name: expected one that is not trainable (trainable([]) first), got {adapter_name!r}"
+                )
             if adapter_name in self._routed:
                 raise ValueError(
                     f"adapter_name: expected one that the current route does not use (route first), got {adapter_name!r}"
@@ -419,7 +430,6 @@ class MultiLora:
                 )
             if tokens_per_row < 1:
                 raise ValueError(f"tokens_per_row: expected at least 1, got {tokens_per_row}")
-            slots = []
             for row, name in enumerate(names):
                 if name is not None and not isinstance(name, str):
                     raise TypeError(
@@ -427,15 +437,25 @@ class MultiLora:
                     )
                 if name is not None and name not in self._adapters:
                     raise ValueError(f"row {row}: {self._unknown(name)}")
-                slots.append(-1 if name is None else self._adapters[name].slot)
-            if len(slots) * tokens_per_row > self._route.max_rows:
+            if len(names) * tokens_per_row > self._route.max_rows:
                 raise ValueError(
                     f"names: expected at most max_rows = {self._route.max_rows} rows (times tokens_per_row), got "
-                    f"{len(slots)} times {tokens_per_row}"
+                    f"{len(names)} times {tokens_per_row}"
                 )
-            _bank.wait_for_readers()
-            self._route.write(slots, tokens_per_row)
-            self._routed = tuple(names)
+            self._write_route(tuple(names), tokens_per_row)
+
+    def _write_route(self, names: tuple[str | None, ...], tokens_per_row: int) -> None:
+        """An adapter that is being trained has its rows in the other bank."""
+        served = [
+            -1 if name is None or name in self._trained else self._adapters[name].slot
+            for name in names
+        ]
+        _bank.wait_for_readers()
+        self._route.write(served, tokens_per_row)
+        if self._trained_route is not None:
+            trained = [self._trained.index(name) if name in self._trained else -1 for name in names]
+            self._trained_route.write(trained, tokens_per_row)
+        self._routed, self._tokens_per_row = names, tokens_per_row
 
     @contextlib.contextmanager
     def step(self, names: Sequence[str | None], tokens_per_row: int = 1) -> Iterator[MultiLora]:
@@ -454,6 +474,149 @@ class MultiLora:
             finally:
                 _bank.wait_for_steps()  # what was called may still be under way
 
+    def create_adapter(
+        self, adapter_name: str, rank: int, lora_alpha: float, seed: int | None = None
+    ) -> None:
+        """Begins an adapter in a free slot, for every attached cell, as PEFT begins one: A uniform in +-1/sqrt(H1), and
+        B zero, so that it changes nothing yet.
+
+        Args:
+            adapter_name (str): What :meth:`route` calls it.
+            rank (int): At most max_rank.
+            lora_alpha (float): Its scaling is lora_alpha / rank.
+            seed (int, optional): Of the random A.
+
+        Raises:
+            TypeError: An argument has the wrong type.
+            ValueError: The name is taken, no slot is free, or the rank is out of range.
+        """
+        with self._lock:
+            slot = self._free_slot(adapter_name)
+            if isinstance(rank, bool) or not isinstance(rank, int):
+                raise TypeError(f"rank: expected an integer, got {type(rank).__name__}")
+            if not 1 <= rank <= self._max_rank:
+                raise ValueError(f"rank: expected 1 <= rank <= {self._max_rank}, got {rank}")
+            if not math.isfinite(lora_alpha):
+                raise ValueError(f"lora_alpha: expected a finite number, got {lora_alpha}")
+            random = np.random.default_rng(seed)
+            scaling = lora_alpha / rank
+            modules = {}
+            for target in self._targets:
+                limit = 1 / math.sqrt(target.cell.in_features)
+                sizes = (
+                    [size for _, size in target.cell.slices]
+                    if target.cell.is_sliced
+                    else [target.cell.out_features]
+                )
+                if target.stacked:
+                    raise ValueError(self._needs_rows(target))
+                for part, size in zip(target.parts, sizes, strict=True):
+                    a = random.uniform(-limit, limit, (rank, target.cell.in_features))
+                    b = np.zeros((size, rank), np.float32)
+                    modules[part] = peft.LoraWeights(a.astype(np.float32), b, scaling, rank)
+            for target in self._targets:
+                target.cell.write_adapter(slot, target.prepare(slot, modules)[0])
+            self._adapters[adapter_name] = AdapterInfo(
+                slot, "", rank, {part: (rank, scaling) for part in modules}, {}
+            )
+
+    @staticmethod
+    def _needs_rows(target: _Target) -> str:
+        return (
+            f"{target.path}: expected the rows of its parts, without which they share a bank that cannot be trained: "
+            'packed_modules={"...": {"name": rows, ...}}'
+        )
+
+    def trainable(self, names: Sequence[str]) -> list[Parameter]:
+        """Makes these adapters learn, and no other: the parameters to give to an optimizer.
+
+        They are copied into banks of their own, with trainable parameters; the others' banks stay frozen, so their bits
+        stay whatever the optimizer does. Rows are routed by name as before. A model that was compiled is compiled anew.
+        Scaling is part of the trained B. ``trainable([])`` ends training and takes what was learnt into service.
+
+        Args:
+            names (Sequence[str]): Loaded or created adapters; [] for none.
+
+        Returns:
+            list[mindspore.Parameter].
+
+        Raises:
+            TypeError: names is no sequence of strings.
+            ValueError: A name is not loaded or is given twice, or a fused projection was packed without its rows.
+        """
+        with self._lock:
+            self._require_attached()
+            if isinstance(names, (str, bytes)) or not isinstance(names, Sequence):
+                raise TypeError(f"names: expected a list of names, got {type(names).__name__}")
+            for name in names:
+                if name not in self._adapters:
+                    raise ValueError(self._unknown(name))
+            if len(set(names)) < len(names):
+                raise ValueError(f"names: expected each once, got {list(names)}")
+            for target in self._targets if names else []:
+                if target.stacked:
+                    raise ValueError(self._needs_rows(target))
+            self._store_trained()
+            for target in self._targets if self._trained else []:
+                target.cell.end_training()
+            self._trained, self._trained_route = (), None
+            parameters: list[Parameter] = []
+            if names:
+                slots = [self._adapters[name].slot for name in names]
+                route = Route(self._route.max_rows, f"{self._targets[0].path}.trained_")
+                for target in self._targets:
+                    for parameter in target.cell.start_training(slots, route):
+                        parameter.name = f"{target.path}.{parameter.name}"
+                        parameters.append(parameter)
+                self._trained, self._trained_route = tuple(names), route
+            self._write_route(self._routed, self._tokens_per_row)
+            self._model.compile_cache.clear()
+            return parameters
+
+    def _store_trained(self) -> None:
+        """Copies what was learnt so far into the frozen banks."""
+        slots = [self._adapters[name].slot for name in self._trained]
+        for target in self._targets if self._trained else []:
+            target.cell.store_trained(slots)
+
+    def save_adapter(self, path: str | os.PathLike[str], adapter_name: str) -> None:
+        """Writes an adapter as a folder that PEFT can load: its own ranks, and scaling taken out of B again.
+
+        Args:
+            path (Union[str, os.PathLike]): The folder; files of the same names are replaced.
+            adapter_name (str): A loaded, created or trained adapter.
+
+        Raises:
+            ValueError: No adapter has that name, or a fused projection was packed without its rows.
+            OSError: The folder or a file cannot be written.
+        """
+        with self._lock:
+            self._require_attached()
+            info = self._adapters.get(adapter_name)
+            if info is None:
+                raise ValueError(self._unknown(adapter_name))
+            if adapter_name in self._trained:
+                self._store_trained()
+            modules = {}
+            for target in self._targets:
+                if target.stacked and any(part in info.modules for part in target.parts):
+                    raise ValueError(self._needs_rows(target))
+                for part, cell in zip(target.parts, target.cell.loras, strict=True):
+                    if part not in info.modules:
+                        continue
+                    rank, scaling = info.modules[part]
+                    a, b = cell.read_adapter(info.slot)
+                    b = b[:, :rank].astype(np.float32)
+                    if scaling != 0:
+                        b = b / np.float32(scaling)
+                    modules[part] = peft.LoraWeights(a[:rank].astype(np.float32), b, scaling, rank)
+            peft.write_adapter(
+                path,
+                modules,
+                base_model_name_or_path=info.config.get("base_model_name_or_path"),
+                task_type=info.config.get("task_type"),
+            )
+
     def detach(self) -> nn.Cell:
         """Puts the model's own cells back and returns the model. Attach a new MultiLora to go on."""
         with self._lock:
@@ -462,7 +625,10 @@ class MultiLora:
             for place in self._places:
                 _replace(place, place.cell)
             for target in self._targets:
+                if self._trained:
+                    target.cell.end_training()
                 target.cell.unwrap()
+            self._trained, self._trained_route = (), None
             self._model.compile_cache.clear()
             self._attached = False
             self._adapters.clear()
@@ -481,6 +647,7 @@ class MultiLora:
         with self._lock:
             self._require_attached()
             _bank.wait_for_steps()
+            self._store_trained()
             os.makedirs(folder, exist_ok=True)
             banks = [{"name": p.name, "data": p} for t in self._targets for p in t.cell.bank()]
             new = os.path.join(folder, f"new_{BANKS_FILE}")

@@ -306,6 +306,22 @@ class AddLora(nn.Cell):
         for layer in range(self.num_layers):
             self.write_adapter(slot, a, b, layer)
 
+    def read_adapter(self, slot: int, layer_idx: int = 0) -> tuple[Array, Array]:
+        """A [R, H1] and B [H2, R] of a slot, padding and scaling included, as they are in the bank."""
+        _bank.check_slot("slot", slot, self.num_adapters)
+        _bank.check_slot("layer_idx", layer_idx, self.num_layers)
+        _bank.wait_for_steps()
+        if self.blocks is None:
+            return (
+                _bank.read_block(self.lora_a, slot, layer_idx),
+                _bank.read_block(self.lora_b, slot, layer_idx),
+            )
+        a = np.zeros((self.rank, self.in_features), self._bank_dtype())
+        b = np.zeros((self.out_features, self.rank), self._bank_dtype())
+        _bank.read_from_blocks(_parameters(self.lora_a), self.blocks, slot, layer_idx, a, 0)
+        _bank.read_from_blocks(_parameters(self.lora_b), self.blocks, slot, layer_idx, b, 1)
+        return a, b
+
     def bank(self) -> tuple[Parameter, ...]:
         """The parameters that hold the bank: ``lora_a`` and ``lora_b``, or their blocks."""
         return (*_parameters(self.lora_a), *_parameters(self.lora_b))

@@ -175,6 +175,9 @@ class LoraDense(nn.Cell):
         self.max_rows = 0 if route is None else route.max_rows
         self.route_rows = None if route is None else route.rows
         self.route_tokens = None if route is None else route.tokens
+        object.__setattr__(self, "trained", ())
+        self.trained_rows = None
+        self.trained_tokens = None
         # The adapters come before it.
         self.activation = base.activation if getattr(base, "activation_flag", False) else None
         if self.activation is not None:
@@ -185,6 +188,10 @@ class LoraDense(nn.Cell):
         slots = self._routed(x) if indices is None else indices
         for lora in self.loras:
             y = lora(y, x, slots)
+        if self.trained_rows is not None:
+            trained_slots = self._among(x, self.trained_rows, self.trained_tokens)
+            for lora in self.trained:
+                y = lora(y, x, trained_slots)
         if self.activation is not None:
             y = self.activation(y)
         return y
@@ -195,7 +202,10 @@ class LoraDense(nn.Cell):
             raise ValueError(
                 "indices: expected a Tensor, as no MultiLora routes this cell, got None"
             )
-        slots: Any = self.route_tokens if x.ndim == 2 else self.route_rows
+        return self._among(x, self.route_rows, self.route_tokens)
+
+    def _among(self, x: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
+        slots = tokens if x.ndim == 2 else rows
         count = x.shape[0]
         if _fits(count, self.max_rows):
             return slots[:count]
@@ -290,6 +300,49 @@ class LoraDense(nn.Cell):
         _bank.check_slot("slot", slot, self.num_adapters)
         for cell in self.loras:
             cell.clear_adapter(slot)
+
+    def start_training(self, slots: Sequence[int], route: Route) -> tuple[Parameter, ...]:
+        """Copies adapters into a bank of their own, with trainable parameters, which `route` gives rows to. The bank that
+        they come from stays frozen, so that whatever an optimizer does cannot reach other adapters."""
+        trained = []
+        for number, cell in enumerate(self.loras):
+            copy = AddLora(
+                cell.in_features,
+                cell.out_features,
+                cell.rank,
+                len(slots),
+                y_offset=cell.y_offset,
+                dtype=cell.dtype,
+                a_init="zeros",
+            )
+            for position, slot in enumerate(slots):
+                copy.write_adapter(position, *cell.read_adapter(slot))
+            ending = f"_{number}" if self.is_sliced else ""
+            for parameter in copy.bank():
+                parameter.name = f"trained_{parameter.name}{ending}"
+            setattr(self, f"trained_a{ending}", copy.lora_a)
+            setattr(self, f"trained_b{ending}", copy.lora_b)
+            trained.append(copy)
+        object.__setattr__(self, "trained", tuple(trained))
+        self.trained_rows, self.trained_tokens = route.rows, route.tokens
+        return tuple(parameter for cell in trained for parameter in cell.bank())
+
+    def store_trained(self, slots: Sequence[int]) -> None:
+        """Copies what was trained into the slots that it came from."""
+        for cell, copy in zip(self.loras, self.trained, strict=True):
+            for position, slot in enumerate(slots):
+                cell.write_adapter(slot, *copy.read_adapter(position))
+
+    def end_training(self) -> None:
+        """Lets go of the bank that was trained."""
+        for number in range(len(self.trained)):
+            ending = f"_{number}" if self.is_sliced else ""
+            delattr(self, f"trained_a{ending}")
+            delattr(self, f"trained_b{ending}")
+        object.__setattr__(self, "trained", ())
+        for name in ("trained_rows", "trained_tokens"):
+            delattr(self, name)
+            setattr(self, name, None)
 
     def bank(self) -> tuple[Parameter, ...]:
         """The parameters that hold the adapters."""
