@@ -7,7 +7,7 @@ The program prints how well each adapter predicts each text before and after, dr
 adapters as folders that PEFT can load, reads them into a fresh model and serves one batch of the three. It ends with an
 error where an adapter did not learn its text, or where the served model is not the trained one.
 
-    python examples/train_three_adapters.py [--steps 120] [--output FOLDER] [--pynative]
+    python examples/train_three_adapters.py [--steps 150] [--output FOLDER] [--pynative]
 
 It draws with matplotlib and shows a progress bar of tqdm: pip install "mindspore-addlora[examples]".
 """
@@ -94,7 +94,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--output", type=Path, help="where the adapters and the picture go")
     parser.add_argument("--pynative", action="store_true", help="PyNative in place of GRAPH_MODE")
     arguments = parser.parse_args()
@@ -112,7 +112,7 @@ def main() -> int:
 
     parameters = lora.trainable(list(TEXTS))
     lora.route([name for name in TEXTS for _ in range(ROWS_EACH)])
-    optimizer = nn.Adam(parameters, learning_rate=2e-2)
+    optimizer = nn.Adam(parameters, learning_rate=5e-3)
 
     def loss(ids: Tensor) -> tuple[Tensor, Tensor]:
         rows = losses_of_rows(model(ids), ids)
