@@ -230,8 +230,8 @@ for function in ("aclrtMalloc", "aclrtMemcpy", "aclCreateTensor"):
         try:
             raw.add_lora(**arguments, backend="aclnn")
             raise AssertionError(f"{function} {nth}: no failure")
-        except raw.AclError:
-            pass
+        except raw.AclError as error:
+            assert function in str(error) and "out of device memory" in str(error), error
         assert control().live() == 0, (function, nth, control().report())
 """,
     )
@@ -535,4 +535,192 @@ for h1 in (49152, 49168):
         assert h1 == 49168 and error.code == 561002
         assert "H1 <= 49152 on the NPU, got H1 = 49168" in str(error), error
 """,
+    )
+
+
+@pytest.mark.parametrize("stream_mode", ["sync", "thread"])
+def test_an_executor_that_is_dropped_waits_for_its_work(run, stream_mode):
+    run(
+        ON_DEVICE
+        + """
+arguments = problem()
+placed = place(arguments)
+out = on_device(np.full_like(arguments["y"], 7))
+ordered = [placed[n] for n in ("y", "x", "weight_b", "indices", "weight_a")]
+expected = raw.add_lora(**arguments, rounding="device")
+workspace = raw.device_tensor(cann.malloc(20_000_000), [20_000_000], "uint8")
+for destroy_first in (False, True):
+    stream = cann.stream()
+    live = control().live()
+    size, executor = raw.add_lora_get_workspace_size(*ordered, 0, 1.0, 0, -1, out)
+    raw.add_lora_execute(workspace, executor, stream.value)
+    if destroy_first:  # the caller's stream may be gone by then
+        cann.aclrtSynchronizeStream(stream)
+        cann.aclrtDestroyStream(stream)
+        live -= 1
+    del executor
+    assert control().live() == live, control().report()
+    if not destroy_first:
+        cann.aclrtSynchronizeStream(stream)
+    near(read(out, expected), expected)
+assert control().misuse() == 0, control().misuse_log()
+
+# Dropped in a thread that was on no device: giving things back needs one.
+import threading
+runtime = ctypes.CDLL(os.environ["ASCEND_HOME_PATH"] + "/lib64/libascendcl.so")
+host_out = np.empty_like(arguments["y"])
+hosts = [arguments[n] for n in ("y", "x", "weight_b", "indices", "weight_a")]
+seen, number = [], ctypes.c_int32()
+for plan in (lambda: raw.add_lora_get_workspace_size(*ordered, 0, 1.0, 0, -1, out),
+             lambda: raw.add_lora_get_workspace_size(*hosts, 0, 1.0, 0, -1, host_out, backend="aclnn")):
+    held = list(plan())
+    def drop():
+        seen.append(runtime.aclrtGetDevice(ctypes.byref(number)))
+        held.clear()
+        seen.append(runtime.aclrtGetDevice(ctypes.byref(number)))
+    thread = threading.Thread(target=drop)
+    thread.start(); thread.join()
+assert seen == [107002, 0, 107002, 0], seen
+""",
+        EMU_STREAM_MODE=stream_mode,
+        EMU_STREAM_DELAY_US="20000",
+    )
+
+
+def test_a_repeatable_executor_on_two_streams(run):
+    run(
+        ON_DEVICE
+        + """
+arguments = problem()
+placed = place(arguments)
+ordered = [placed[n] for n in ("y", "x", "weight_b", "indices", "weight_a")]
+expected = raw.add_lora(**arguments, rounding="device")
+size, executor = raw.add_lora_get_workspace_size(*ordered, 0, 1.0, 0, -1, placed["y"])
+executor.set_repeatable()
+workspace = raw.device_tensor(cann.malloc(size), [size], "uint8")
+first, second = cann.stream(), cann.stream()
+raw.add_lora_execute(workspace, executor, first.value)
+nobody = np.full_like(arguments["indices"], -1)
+cann.aclrtMemcpy(placed["indices"].pointer, nobody.nbytes, nobody.ctypes.data, nobody.nbytes, 1)
+raw.add_lora_execute(workspace, executor, second.value)
+cann.aclrtSynchronizeStream(second)
+cann.aclrtSynchronizeStream(first)
+near(read(placed["y"], expected), expected)  # added once, by the indices of the first run
+""",
+        EMU_STREAM_MODE="sync",
+    )
+
+
+def test_two_threads_run_one_repeatable_executor(run):
+    run(
+        """
+import threading
+arguments = problem(b=400)
+out = np.empty_like(arguments["y"])
+expected = raw.add_lora(**arguments, rounding="device")
+ordered = [arguments[n] for n in ("y", "x", "weight_b", "indices", "weight_a")]
+size, executor = raw.add_lora_get_workspace_size(*ordered, 0, 1.0, 0, -1, out, backend="aclnn")
+executor.set_repeatable()
+errors = []
+def work():
+    try:
+        for _ in range(20):
+            raw.add_lora_execute(None, executor)
+            near(out, expected)
+    except BaseException as error:
+        errors.append(error)
+threads = [threading.Thread(target=work) for _ in range(4)]
+[t.start() for t in threads]; [t.join() for t in threads]
+assert not errors, errors[:2]
+assert control().misuse() == 0, control().misuse_log()
+""",
+        EMU_STREAM_MODE="thread",
+    )
+
+
+def test_the_device_that_the_thread_is_on_is_the_one_used(run):
+    run(
+        ON_DEVICE
+        + """
+import threading
+runtime = ctypes.CDLL(os.environ["ASCEND_HOME_PATH"] + "/lib64/libascendcl.so")
+def device():
+    number = ctypes.c_int32(-1)
+    return number.value if runtime.aclrtGetDevice(ctypes.byref(number)) == 0 else None
+arguments = problem()
+expected = raw.add_lora(**arguments, rounding="device")
+cann.aclrtSetDevice(3)
+near(raw.add_lora(**arguments, backend="aclnn"), expected)
+assert device() == 3
+cann.aclrtSetDevice(2)
+near(raw.add_lora(**arguments, backend="aclnn"), expected)
+assert device() == 2
+def elsewhere():
+    assert device() is None
+    near(raw.add_lora(**arguments, backend="aclnn"), expected)
+    seen.append(device())
+    cann.aclrtResetDevice(0)
+    cann.aclrtResetDevice(0)
+    assert device() is None
+    near(raw.add_lora(**arguments, backend="aclnn"), expected)
+    seen.append(device())
+seen = []
+thread = threading.Thread(target=elsewhere)
+thread.start(); thread.join()
+assert seen == [0, 0], seen
+""",
+        EMU_DEVICE_COUNT="4",
+    )
+
+
+@pytest.mark.parametrize("stream_mode", ["sync", "thread"])
+def test_each_call_may_fail_with_tensors_on_the_device(run, stream_mode):
+    run(
+        ON_DEVICE
+        + """
+arguments = problem()
+placed = place(arguments)
+out = on_device(np.full_like(arguments["y"], 7))
+ordered = [placed[n] for n in ("y", "x", "weight_b", "indices", "weight_a")]
+expected = raw.add_lora(**arguments, rounding="device")
+workspace = raw.device_tensor(cann.malloc(20_000_000), [20_000_000], "uint8")
+stream = cann.stream()
+
+def one_call():
+    raw.add_lora(**placed, out=out)
+
+def two_phases_on_a_stream():
+    _, executor = raw.add_lora_get_workspace_size(*ordered, 0, 1.0, 0, -1, out)
+    raw.add_lora_execute(workspace, executor, stream.value)
+    del executor
+    cann.aclrtSynchronizeStream(stream)
+
+functions = ("aclrtMalloc", "aclrtMemcpy", "aclrtMemcpyAsync", "aclrtCreateStream", "aclrtSynchronizeStream",
+             "aclrtCreateEvent", "aclrtRecordEvent", "aclCreateTensor", "aclnnAddLoraGetWorkspaceSize",
+             "aclSetAclOpExecutorRepeatable", "aclnnAddLora", "aclnnAddLora.kernel")
+failed = set()
+for call in (one_call, two_phases_on_a_stream):
+    call()
+    live = control().live()
+    for function in functions:
+        for nth in range(1, 9):
+            before = control().calls(function)
+            control().fail(function, 507015, "the reason of this test", nth=nth)
+            try:
+                call()
+            except (raw.AclError, cann_client.CannError) as error:
+                failed.add((call.__name__, function))
+                assert "the reason of this test" in str(error), (function, nth, error)
+            reached = control().calls(function) - before >= nth
+            control().clear_failures()
+            assert control().live() == live, (call.__name__, function, nth, control().report())
+            call()
+            near(read(out, expected), expected)
+            if not reached:
+                break
+# The streams are the caller's in two phases, and the events are made there only.
+assert len(failed) == 2 * len(functions) - 3, failed
+assert control().misuse() == 0, control().misuse_log()
+""",
+        EMU_STREAM_MODE=stream_mode,
     )

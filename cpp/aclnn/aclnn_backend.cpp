@@ -1,6 +1,7 @@
 #include "aclnn_backend.hpp"
 
 #include <cstring>
+#include <mutex>
 #include <stdexcept>
 #include <vector>
 
@@ -114,12 +115,14 @@ class HostExecution final : public Execution {
         call_(problem, {y_.handle(), x_.handle(), weight_b_.handle(), indices_.handle(),
                         weight_a_ == nullptr ? nullptr : weight_a_->handle()}),
         workspace_(workspace_for(call_)) {}
+  ~HostExecution() override { aclnn::try_enter_device(); }
 
   std::size_t workspace_bytes() const override { return call_.workspace_bytes(); }
   bool uses_workspace() const override { return false; }
   void set_repeatable() override {}
 
   Status run(void*, void*) override {
+    const std::lock_guard one_at_a_time(running_);
     aclnn::enter_device();
     for (aclnn::HostTensor* tensor : {&y_, &x_, &weight_b_, weight_a_.get()}) {
       if (tensor != nullptr) tensor->upload();
@@ -139,6 +142,7 @@ class HostExecution final : public Execution {
   std::unique_ptr<aclnn::HostTensor> weight_a_;
   PlannedCall call_;
   aclnn::DeviceMemory workspace_;
+  std::mutex running_;  // the copies on the device serve one run
 };
 
 // Tensors that are on the device: nothing is copied but y, where out is not y itself, and the indices, to be checked.
@@ -153,6 +157,11 @@ class DeviceExecution final : public Execution {
         indices_(problem),
         call_(problem, {handles_[0].get(), handles_[1].get(), handles_[2].get(), indices_.handle(),
                         handles_[3].get()}) {}
+  // The work may be under way yet, and reads the indices here.
+  ~DeviceExecution() override {
+    aclnn::try_enter_device();
+    wait_for_last_run();
+  }
 
   std::size_t workspace_bytes() const override { return call_.workspace_bytes(); }
   bool uses_workspace() const override { return true; }
@@ -160,7 +169,9 @@ class DeviceExecution final : public Execution {
 
   // On a stream of the caller's the work is only begun; without one it is done when this returns.
   Status run(void* workspace, void* stream) override {
+    const std::lock_guard one_at_a_time(running_);
     aclnn::enter_device();
+    wait_for_last_run();  // perhaps on another stream
     aclnn::StreamHandle own;
     if (stream == nullptr) {
       own = aclnn::make_stream();
@@ -173,11 +184,26 @@ class DeviceExecution final : public Execution {
               "aclrtMemcpyAsync");
     }
     call_.launch(workspace, stream);
-    if (own != nullptr) synchronize(stream);
+    if (own != nullptr) {
+      synchronize(stream);
+      return {};
+    }
+    try {
+      last_run_ = aclnn::record(stream);
+    } catch (const aclnn::Error&) {
+      cann().call.aclrtSynchronizeStream(stream);
+      throw;
+    }
     return {};
   }
 
  private:
+  // By an event, not by the stream, which may be gone by then. A failure of the work is for the stream's owner to see.
+  void wait_for_last_run() {
+    if (last_run_ != nullptr) cann().call.aclrtSynchronizeEvent(last_run_.get());
+    last_run_ = nullptr;
+  }
+
   // An index above W would make the device write outside its memory.
   Status guard_indices(aclnn::Stream stream) {
     synchronize(stream);  // what computes the indices may be under way
@@ -193,6 +219,8 @@ class DeviceExecution final : public Execution {
   aclnn::TensorHandle handles_[4];  // y (in out's memory), x, weight_b, weight_a
   DeviceIndices indices_;
   PlannedCall call_;
+  std::mutex running_;
+  aclnn::EventHandle last_run_;  // set while the work on a stream of the caller's may be under way
 };
 
 // An empty batch: nothing to do, and nothing to ask the device for.

@@ -114,10 +114,15 @@ Cann search() {
   look_up(runtime, "aclInit", call.aclInit, missing);
   look_up(runtime, "aclGetRecentErrMsg", call.aclGetRecentErrMsg, missing);
   look_up(runtime, "aclrtGetSocName", call.aclrtGetSocName, missing);
+  look_up(runtime, "aclrtGetDevice", call.aclrtGetDevice, missing);
   look_up(runtime, "aclrtSetDevice", call.aclrtSetDevice, missing);
   look_up(runtime, "aclrtCreateStream", call.aclrtCreateStream, missing);
   look_up(runtime, "aclrtDestroyStream", call.aclrtDestroyStream, missing);
   look_up(runtime, "aclrtSynchronizeStream", call.aclrtSynchronizeStream, missing);
+  look_up(runtime, "aclrtCreateEvent", call.aclrtCreateEvent, missing);
+  look_up(runtime, "aclrtRecordEvent", call.aclrtRecordEvent, missing);
+  look_up(runtime, "aclrtSynchronizeEvent", call.aclrtSynchronizeEvent, missing);
+  look_up(runtime, "aclrtDestroyEvent", call.aclrtDestroyEvent, missing);
   look_up(runtime, "aclrtMalloc", call.aclrtMalloc, missing);
   look_up(runtime, "aclrtFree", call.aclrtFree, missing);
   look_up(runtime, "aclrtMemcpy", call.aclrtMemcpy, missing);
@@ -168,17 +173,26 @@ void enter_device() {
     if (code != kAlreadyInitialised) require(code, "aclInit");
     require(cann().call.aclnnInit(nullptr), "aclnnInit");
   });
-  thread_local bool entered = false;
-  if (entered) return;
-  require(cann().call.aclrtSetDevice(0), "aclrtSetDevice");
-  entered = true;
+  // Asked each time: others may have set or reset the thread's device since.
+  std::int32_t device = 0;
+  if (cann().call.aclrtGetDevice(&device) != 0) require(cann().call.aclrtSetDevice(0), "aclrtSetDevice");
+}
+
+void try_enter_device() noexcept {
+  try {
+    enter_device();
+  } catch (const Error&) {  // what is called next fails too
+  }
+}
+
+std::string with_text(const std::string& failure) {
+  const char* text = cann().call.aclGetRecentErrMsg();
+  return failure + (text == nullptr || *text == '\0' ? "" : ": " + std::string(text));
 }
 
 void require(int code, const char* function) {
   if (code == 0) return;
-  const char* text = cann().call.aclGetRecentErrMsg();
-  throw Error(code, std::string(function) + " failed with code " + std::to_string(code) +
-                        (text == nullptr || *text == '\0' ? "" : ": " + std::string(text)));
+  throw Error(code, with_text(std::string(function) + " failed with code " + std::to_string(code)));
 }
 
 }  // namespace addlora::aclnn

@@ -10,6 +10,7 @@
 namespace addlora::aclnn {
 
 using Stream = void*;
+using Event = void*;
 struct Tensor;    // aclTensor
 struct Executor;  // aclOpExecutor
 
@@ -25,10 +26,15 @@ struct Functions {
   int (*aclInit)(const char* config);
   const char* (*aclGetRecentErrMsg)();
   const char* (*aclrtGetSocName)();
+  int (*aclrtGetDevice)(std::int32_t* device);
   int (*aclrtSetDevice)(std::int32_t device);
   int (*aclrtCreateStream)(Stream* stream);
   int (*aclrtDestroyStream)(Stream stream);
   int (*aclrtSynchronizeStream)(Stream stream);
+  int (*aclrtCreateEvent)(Event* event);
+  int (*aclrtRecordEvent)(Event event, Stream stream);
+  int (*aclrtSynchronizeEvent)(Event event);
+  int (*aclrtDestroyEvent)(Event event);
   int (*aclrtMalloc)(void** memory, std::size_t bytes, int policy);
   int (*aclrtFree)(void* memory);
   int (*aclrtMemcpy)(void* to, std::size_t to_bytes, const void* from, std::size_t bytes, int kind);
@@ -66,9 +72,13 @@ bool supports_soc(const std::string& soc);
 // Why the operator cannot run here; empty where it can.
 std::string unavailable();
 
-// Makes the device the calling thread's; everything below a call into CANN needs it. CANN is initialised once per
-// process, and others in the process, MindSpore for one, may have been first.
+// Everything below a call into CANN needs a device of the calling thread's: the one that it is on already, which MindSpore
+// or the caller chose, or else the first. CANN is initialised once per process, and others in the process may have been
+// first.
 void enter_device();
+
+// The same where nothing can be thrown: for giving things back, in whatever thread that happens.
+void try_enter_device() noexcept;
 
 // A call into CANN that failed: its code, and its text.
 class Error : public std::runtime_error {
@@ -82,5 +92,8 @@ class Error : public std::runtime_error {
 
 // Throws where a call has failed. CANN's own text is of the calling thread's last failure.
 void require(int code, const char* function);
+
+// What failed, and CANN's own text where it has one.
+std::string with_text(const std::string& failure);
 
 }  // namespace addlora::aclnn

@@ -38,7 +38,7 @@ TensorHandle describe(const TensorView& view, void* memory) {
   TensorHandle handle(cann().call.aclCreateTensor(view.shape, dims,
                                                   view.dtype == DType::kInt32 ? kAclInt32 : kAclFloat16, strides, 0,
                                                   kFormatNd, view.shape, dims, memory));
-  if (handle == nullptr) throw Error(0, "aclCreateTensor returned no tensor");
+  if (handle == nullptr) throw Error(0, with_text("aclCreateTensor returned no tensor"));
   return handle;
 }
 

@@ -31,10 +31,24 @@ struct DestroyStream {
 };
 using StreamHandle = std::unique_ptr<void, DestroyStream>;
 
+struct DestroyEvent {
+  void operator()(void* event) const { cann().call.aclrtDestroyEvent(event); }
+};
+using EventHandle = std::unique_ptr<void, DestroyEvent>;
+
 inline DeviceMemory allocate(std::size_t bytes) {
   void* memory = nullptr;
   require(cann().call.aclrtMalloc(&memory, bytes, kHugeFirst), "aclrtMalloc");
   return DeviceMemory(memory);
+}
+
+// The end of what the stream has been given so far.
+inline EventHandle record(Stream stream) {
+  Event event = nullptr;
+  require(cann().call.aclrtCreateEvent(&event), "aclrtCreateEvent");
+  EventHandle handle(event);
+  require(cann().call.aclrtRecordEvent(event, stream), "aclrtRecordEvent");
+  return handle;
 }
 
 inline StreamHandle make_stream() {

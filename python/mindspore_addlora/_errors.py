@@ -33,7 +33,7 @@ class AclError(RuntimeError):
     """A call into CANN that failed.
 
     Args:
-        code (int): CANN's code.
+        code (int): CANN's code; 0 where the function that failed has none (aclCreateTensor).
         message (str): The function that failed, and CANN's own text.
     """
 

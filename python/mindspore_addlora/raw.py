@@ -260,7 +260,8 @@ def add_lora_execute(workspace: Any, executor: Executor, stream: int | None = No
         executor (Executor): What phase one returned.
         stream (int, optional): With tensors on the device, the handle of the stream (an ``aclrtStream``) to run on. The
             indices are read back once the stream's earlier work is done; after that the work is only begun, and the
-            tensors, the workspace and the executor must stay until the stream is synchronised. Without a stream, and
+            tensors and the workspace must stay until the stream is synchronised. An executor that is dropped before
+            its work is done waits for it. Without a stream, and
             with numpy arrays, the work is done when this returns.
 
     Raises:
