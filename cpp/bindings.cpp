@@ -8,6 +8,7 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -126,7 +127,9 @@ struct DeviceTensor {
         throw py::value_error("shape: expected dimensions of at least 0 whose product fits 64 bits, got " + text());
       }
     }
-    if (pointer % kAlignment != 0 || (pointer == 0 && bytes > 0)) {
+    // No memory reaches into the upper half of the address space: addresses are compared as signed integers.
+    constexpr auto kTop = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
+    if (pointer % kAlignment != 0 || (pointer == 0 && bytes > 0) || pointer > kTop || bytes > kTop - pointer) {
       throw py::value_error("pointer: expected a device address, a multiple of 32, got " + std::to_string(pointer));
     }
   }

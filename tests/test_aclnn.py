@@ -724,3 +724,37 @@ assert control().misuse() == 0, control().misuse_log()
 """,
         EMU_STREAM_MODE=stream_mode,
     )
+
+
+def test_what_describes_a_tensor_on_the_device(run):
+    run(
+        """
+tensor = raw.device_tensor(np.uint64(4096), np.array([9, 80]), "float16")
+assert (tensor.pointer, tensor.shape) == (4096, (9, 80))
+for pointer, shape, dtype, kind, words in [
+    (4096, [9.7, 80], "float16", TypeError, "shape: expected integers, got float"),
+    (4096, [True, 80], "float16", TypeError, "shape: expected integers, got bool"),
+    (4096, "98", "float16", TypeError, "shape: expected integers, got str"),
+    (4096, 9, "float16", TypeError, "shape: expected a sequence of integers, got int"),
+    (4096, [2**63], "float16", ValueError, "shape"),
+    (4096, [2**70, 0], "float16", ValueError, "shape"),
+    (2**63 - 32, [9, 80], "float16", ValueError, "pointer"),
+    (2**64 - 32, [9, 80], "float16", ValueError, "pointer"),
+    (np.float64(4096), [9], "float16", TypeError, "pointer: expected an integer, got float64"),
+    (np.array([4096]), [9], "float16", TypeError, "pointer: expected an integer, got ndarray"),
+]:
+    try:
+        raw.device_tensor(pointer, shape, dtype)
+        raise AssertionError(f"accepted {pointer} {shape} {dtype}")
+    except kind as error:
+        assert words in str(error), error
+# Big-endian elements are another dtype, as in arrays; None is none.
+assert raw.device_tensor(4096, [9], ">f2").dtype == ">f2"
+try:
+    raw.device_tensor(4096, [9], None)
+    raise AssertionError("accepted")
+except TypeError as error:
+    assert "dtype" in str(error)
+""",
+        None,
+    )

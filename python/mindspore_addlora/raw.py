@@ -6,7 +6,7 @@ in CANN's aclnn interface. Importing this module does not import MindSpore.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -65,6 +65,10 @@ class BackendInfo(NamedTuple):
     """What it runs on: the kernel set, or library paths and SoC."""
 
 
+def _is_integer(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
 def device_tensor(pointer: int, shape: Sequence[int], dtype: Any) -> DeviceTensor:
     """A tensor that is in the NPU's memory already, for :func:`add_lora` and its two phases: nothing is copied.
 
@@ -78,7 +82,7 @@ def device_tensor(pointer: int, shape: Sequence[int], dtype: Any) -> DeviceTenso
         DeviceTensor, with ``pointer``, ``shape`` and ``dtype``.
 
     Raises:
-        ValueError: The address is not aligned or is null, or a dimension is negative.
+        ValueError: The address is not aligned or is null, a dimension is negative, or the tensor reaches beyond 63 bits.
         TypeError: An argument is not of the type above.
 
     Supported Platforms:
@@ -89,15 +93,26 @@ def device_tensor(pointer: int, shape: Sequence[int], dtype: Any) -> DeviceTenso
         >>> raw.device_tensor(4096, [2, 16], "float16")
         device_tensor(4096, [2, 16], "float16")
     """
-    if isinstance(pointer, bool) or not isinstance(pointer, int):
+    if not _is_integer(pointer):
         raise TypeError(f"pointer: expected an integer, got {type(pointer).__name__}")
-    if not 0 <= pointer < 2**64:
+    if not 0 <= pointer < 2**63:
         raise ValueError(f"pointer: expected a device address, a multiple of 32, got {pointer}")
+    if not isinstance(shape, Iterable):
+        raise TypeError(f"shape: expected a sequence of integers, got {type(shape).__name__}")
+    dimensions = list(shape)
+    for n in dimensions:
+        if not _is_integer(n):
+            raise TypeError(f"shape: expected integers, got {type(n).__name__}")
+        if not 0 <= n < 2**63:
+            raise ValueError(f"shape: expected dimensions of at least 0 that fit 64 bits, got {n}")
+    if dtype is None:  # numpy takes it for float64
+        raise TypeError("dtype: expected one, got None")
     try:
         described = np.dtype(dtype)
     except TypeError:  # MindSpore's dtypes are named like numpy's, with a capital
         described = np.dtype(str(dtype).lower())
-    return DeviceTensor(pointer, [int(n) for n in shape], described.name, described.itemsize)
+    name = described.name if described.isnative else described.str
+    return DeviceTensor(int(pointer), [int(n) for n in dimensions], name, described.itemsize)
 
 
 def add_lora(
