@@ -294,6 +294,45 @@ def test_where_the_operator_is_looked_for(run, emulated_cann_build, tmp_path):
     )
     assert home in run("print(raw.backends()['aclnn'].detail)")
 
+    # The name of an installed package decides, not how its line is written.
+    for text in (
+        "load_priority=second\r\n",
+        "load_priority = second , first\n",
+        " load_priority=nothing, second\n",
+        "# load_priority=first\n\nload_priority=second",
+    ):
+        (opp / "vendors" / "config.ini").write_text(text, encoding="utf-8", newline="")
+        assert "vendors/second" in run(report, ASCEND_OPP_PATH=str(opp)), repr(text)
+    (opp / "vendors" / "config.ini").write_text("load_priority=nothing\n")
+    assert "newer" in run(report, ASCEND_OPP_PATH=str(opp))
+
+
+def test_what_is_in_the_way_is_passed_over(run, emulated_cann_build, tmp_path):
+    report = (
+        "raw.add_lora(**problem(), backend='aclnn'); print(control().last_library('aclnnAddLora'))"
+    )
+    library = "op_api/lib/libcust_opapi.so"
+    (tmp_path / "a folder" / library).mkdir(parents=True)
+    for name, text in (("empty", ""), ("text", "no library")):
+        (tmp_path / name / library).parent.mkdir(parents=True)
+        (tmp_path / name / library).write_text(text)
+    other = emulated_cann_build / "layouts" / "custom" / "other"
+    folders = [str(tmp_path / name) for name in ("a folder", "empty", "text")] + [str(other), "", " "]
+    assert "newer" in run(report, ASCEND_CUSTOM_OPP_PATH=":".join(folders))
+
+
+@pytest.mark.parametrize(("home", "elsewhere"), [("older", "newer"), ("split", "newer")])
+def test_an_installation_is_not_mixed_with_what_the_loader_finds(
+    run, emulated_cann_build, home, elsewhere
+):
+    layouts = emulated_cann_build / "layouts"
+    detail = run(
+        "print(raw.backends()['aclnn'].detail)",
+        home,
+        LD_LIBRARY_PATH=str(layouts / elsewhere / "lib64"),
+    )
+    assert detail.count(f"layouts/{home}/lib64/") == 3, detail
+
 
 def test_half_an_installation_says_what_is_missing(run):
     out = run(

@@ -17,11 +17,17 @@ std::string environment(const char* name) {
   return value == nullptr ? std::string() : std::string(value);
 }
 
+std::string trimmed(const std::string& text) {
+  const char* const blanks = " \t\r";
+  const std::size_t first = text.find_first_not_of(blanks);
+  return first == std::string::npos ? std::string() : text.substr(first, text.find_last_not_of(blanks) - first + 1);
+}
+
 std::vector<std::string> split(const std::string& text, char separator) {
   std::vector<std::string> parts;
   std::stringstream stream(text);
   for (std::string part; std::getline(stream, part, separator);) {
-    if (!part.empty()) parts.push_back(part);
+    if (part = trimmed(part); !part.empty()) parts.push_back(part);
   }
   return parts;
 }
@@ -52,17 +58,28 @@ Library open_first(const std::vector<std::string>& files, const char* symbol, st
   return {};
 }
 
-// A library of the toolkit: where the environment says that it is installed, then wherever the loader looks.
+// A library of the toolkit: where the environment says that it is installed, then wherever the loader looks. All names in
+// one place before the next place: two installations must not be mixed.
 std::vector<std::string> toolkit_files(const std::vector<std::string>& names) {
   std::vector<std::string> files;
-  for (const std::string& name : names) {
-    for (const char* variable : {"ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"}) {
-      const std::string home = environment(variable);
-      if (!home.empty()) files.push_back(home + "/lib64/" + name);
-    }
-    files.push_back(name);
+  for (const char* variable : {"ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"}) {
+    const std::string home = environment(variable);
+    if (home.empty()) continue;
+    for (const std::string& name : names) files.push_back(home + "/lib64/" + name);
   }
+  files.insert(files.end(), names.begin(), names.end());
   return files;
+}
+
+// The packages of an operator folder that its config.ini puts first.
+std::vector<std::string> vendors_by_priority(const std::string& vendors) {
+  std::ifstream config(vendors + "/config.ini");
+  for (std::string line; std::getline(config, line);) {
+    const std::size_t equals = line.find('=');
+    if (equals == std::string::npos || trimmed(line.substr(0, equals)) != "load_priority") continue;
+    return split(line.substr(equals + 1), ',');
+  }
+  return {};
 }
 
 // Operator packages in the order in which CANN's own plugins look: custom ones, vendors' by their priority, CANN's.
@@ -70,12 +87,9 @@ std::vector<std::string> operator_files() {
   const std::string custom = "/op_api/lib/libcust_opapi.so";
   std::vector<std::string> files;
   for (const std::string& folder : split(environment("ASCEND_CUSTOM_OPP_PATH"), ':')) files.push_back(folder + custom);
-  const std::string vendors = environment("ASCEND_OPP_PATH") + "/vendors";
-  std::ifstream config(vendors + "/config.ini");
-  const std::string key = "load_priority=";
-  for (std::string line; std::getline(config, line);) {
-    if (line.compare(0, key.size(), key) != 0) continue;
-    for (const std::string& name : split(line.substr(key.size()), ',')) files.push_back(vendors + "/" + name + custom);
+  if (const std::string opp = environment("ASCEND_OPP_PATH"); !opp.empty()) {
+    const std::string vendors = opp + "/vendors";
+    for (const std::string& name : vendors_by_priority(vendors)) files.push_back(vendors + "/" + name + custom);
   }
   // Newer CANN has the operator in a library of its field, older CANN in the one of all operators.
   for (const std::string& file : toolkit_files({"libopapi_math.so", "libopapi.so"})) files.push_back(file);
