@@ -797,3 +797,38 @@ except TypeError as error:
 """,
         None,
     )
+
+
+def test_a_forked_child_does_not_wait_for_its_parent_s_work(run):
+    run(
+        ON_DEVICE
+        + """
+arguments = problem()
+placed = place(arguments)
+out = on_device(np.full_like(arguments["y"], 7))
+ordered = [placed[n] for n in ("y", "x", "weight_b", "indices", "weight_a")]
+expected = raw.add_lora(**arguments, rounding="device")
+size, executor = raw.add_lora_get_workspace_size(*ordered, 0, 1.0, 0, -1, out)
+workspace = raw.device_tensor(cann.malloc(size), [size], "uint8")
+stream = cann.stream()
+raw.add_lora_execute(workspace, executor, stream.value)
+child = os.fork()
+if child == 0:
+    del executor
+    os._exit(0)
+import time
+for _ in range(200):
+    ended, status = os.waitpid(child, os.WNOHANG)
+    if ended:
+        break
+    time.sleep(0.05)
+else:
+    os.kill(child, 9)
+    raise AssertionError("the child hangs")
+assert status == 0
+cann.aclrtSynchronizeStream(stream)
+near(read(out, expected), expected)
+""",
+        EMU_STREAM_MODE="thread",
+        EMU_STREAM_DELAY_US="200000",
+    )

@@ -1,5 +1,7 @@
 #include "aclnn_backend.hpp"
 
+#include <unistd.h>
+
 #include <cstring>
 #include <mutex>
 #include <stdexcept>
@@ -200,7 +202,8 @@ class DeviceExecution final : public Execution {
  private:
   // By an event, not by the stream, which may be gone by then. A failure of the work is for the stream's owner to see.
   void wait_for_last_run() {
-    if (last_run_ != nullptr) cann().call.aclrtSynchronizeEvent(last_run_.get());
+    // In a forked child nothing ends the work, which is the parent's.
+    if (last_run_ != nullptr && getpid() == process_) cann().call.aclrtSynchronizeEvent(last_run_.get());
     last_run_ = nullptr;
   }
 
@@ -220,6 +223,7 @@ class DeviceExecution final : public Execution {
   DeviceIndices indices_;
   PlannedCall call_;
   std::mutex running_;
+  const pid_t process_ = getpid();
   aclnn::EventHandle last_run_;  // set while the work on a stream of the caller's may be under way
 };
 
