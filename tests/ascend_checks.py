@@ -389,6 +389,44 @@ def the_cell_with_many_adapters_and_layers(mode):
 
 
 @check
+def a_bank_that_begins_as_ones_or_as_a_tensor(mode):
+    for r in (5, 130):
+        given = Tensor(np.ones((40, 2, r, 32), np.float32))
+        for a_init in ("ones", given):
+            cell = mal.nn.AddLora(32, 16, r, 40, 2, y_offset=16, a_init=a_init, b_init="ones")
+            p = problem(w=40)
+            x = np.full_like(p["x"], 2**-7)
+            out = cell(Tensor(p["y"]), Tensor(x), Tensor(p["indices"]), 1).asnumpy()
+            # The padding adds nothing: R ranks, each 32 * 2^-7.
+            p["y"][p["indices"] >= 0, 16:32] += np.float16(r / 4)
+            near(out, p["y"])
+
+
+@check
+def checkpoints_of_several_cells(mode):
+    p = problem(w=40, r=200, layers=33)
+
+    class Net(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.one = mal.nn.AddLora(32, 16, 200, 40, 33, y_offset=16, b_init="normal")
+            self.two = mal.nn.AddLora(32, 16, 5, 40, b_init="normal")
+
+        def construct(self, y, x, indices):
+            return self.two(self.one(y, x, indices, 32), x, indices, 0)
+
+    tensors = [Tensor(p[n]) for n in ("y", "x", "indices")]
+    net, other = Net(), Net()
+    names = [parameter.name for parameter in net.trainable_params()]
+    assert len(set(names)) == len(names) == 20, names
+    out = net(*tensors).asnumpy().tobytes()
+    assert other(*tensors).asnumpy().tobytes() != out
+    ms.save_checkpoint(net, "net.ckpt")
+    assert ms.load_param_into_net(other, ms.load_checkpoint("net.ckpt")) == ([], [])
+    assert other(*tensors).asnumpy().tobytes() == out
+
+
+@check
 def the_cell_in_bfloat16_holds_float16(mode):
     p = problem(r=5)
     q = {n: v if n == "indices" else v.astype(ml_dtypes.bfloat16) for n, v in p.items()}

@@ -305,3 +305,32 @@ def test_a_cell_inside_a_compiled_model(mode):
     routed = model(x, Tensor(np.array([-1, 0], np.int32))).asnumpy()
     assert routed[0].tobytes() == base[: routed[0].nbytes]
     assert routed[1].tobytes() != base[routed[0].nbytes :]
+
+
+def test_a_bank_begins_as_what_was_given(mode):
+    for dtype in DTYPES.values():
+        given = Tensor(draw(3, 1, 8, 24))
+        cell = cell_of(dtype, a_init=given, b_init=1.0)
+        assert cell.lora_a.dtype == dtype
+        assert bits(cell.lora_a) == bits(given.astype(dtype))
+        assert (cell.lora_b.float().asnumpy() == 1).all()
+        before = bits(given)
+        cell.set_adapter(0, draw(8, 24), draw(16, 8))
+        assert bits(given) == before
+    with pytest.raises(ValueError, match="shape"):
+        cell_of(a_init=Tensor(draw(3, 8, 24)))
+
+
+def test_a_bank_held_for_the_npu_is_refused_on_the_cpu(mode, monkeypatch):
+    # What a script does that makes its cells and then calls set_device("CPU") where there is an NPU.
+    known = ms.get_context
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            ms,
+            "get_context",
+            lambda name: "Ascend" if name == "device_target" else known(name),
+        )
+        cell = mal.nn.AddLora(32, 16, 16, 3, dtype=ms.float32)
+    tensors = Tensor(draw(2, 16)), Tensor(draw(2, 32)), Tensor(np.zeros(2, np.int32))
+    with pytest.raises(RuntimeError, match="was made for Ascend, and device_target is CPU now"):
+        cell(*tensors)

@@ -22,6 +22,19 @@ def available() -> bool:
 
 
 @constexpr
+def check_target() -> bool:
+    """Refuses a bank that is held as the NPU takes it where calls do not go there."""
+    target = ms.get_context("device_target")
+    if target != "Ascend":
+        raise RuntimeError(
+            f"the cell's bank was made for Ascend, and device_target is {target} now: call mindspore.set_device before "
+            "the cell is made"
+        )
+    extension.load()
+    return True
+
+
+@constexpr
 def check_sizes(
     adapters: int, layers: int, h2: int, rank: int, h1: int | None, h3: int | None
 ) -> bool:

@@ -216,7 +216,7 @@ class AddLora(nn.Cell):
             self.in_features,
             y.shape[-1],
         )
-        ascend_ops.available()
+        ascend_ops.check_target()
         bank_a, bank_b = self.lora_a, self.lora_b
         if len(self.blocks) == 1:
             bank_a, bank_b = (self.lora_a,), (self.lora_b,)
