@@ -56,7 +56,8 @@ def test_what_differs_is_named_and_is_the_exit_status(emulated_cann_build, tmp_p
     assert done.returncode == 1, done.stdout + done.stderr
     assert "DIFFERS" in done.stdout
     assert "the core stopped" in done.stdout
-    assert "not as expected: _results" in done.stdout
+    # One case fails, and the others have their lines.
+    assert "25 checks, not as expected: a mixed batch" in done.stdout
 
 
 def test_without_cann_it_says_what_is_missing(tmp_path):
@@ -65,3 +66,13 @@ def test_without_cann_it_says_what_is_missing(tmp_path):
     assert done.returncode == 2
     assert done.stdout == ""
     assert "CANN's runtime not found" in done.stderr
+
+
+def test_a_probe_that_did_not_run_says_so(emulated_cann_build, tmp_path):
+    toolkit = emulated_cann.toolkit_environment(emulated_cann_build, "newer")
+    # Seven results and the first probe come before it.
+    failure = {"EMU_FAIL": "aclnnAddLora.kernel:9:507015:the core stopped"}
+    done = selftest(tmp_path, "--backend", "aclnn", **toolkit, **failure)
+    assert done.returncode == 1, done.stdout + done.stderr
+    line = next(line for line in done.stdout.splitlines() if "index -1" in line)
+    assert line.startswith("DIFFERS") and "not run, codes 0 and 507015" in line
