@@ -148,31 +148,35 @@ void launch(bool has_a, std::optional<Gradient> gradient, int nparam, void** par
   compute_gradient(problem, *gradient);
 }
 
-// The shape of the result, and a refusal of shapes that do not agree before anything runs. MindSpore passes no dtypes
-// here, so all count as float32.
-std::vector<std::int64_t> infer(bool has_a, Input like, const int* ndims, std::int64_t** shapes) {
+// The rules for shapes and scalars alone. MindSpore passes no dtypes where this is asked, so all count as float32.
+Status check_shapes_and_scalars(bool has_a, const int* ndims, const std::int64_t* const* shapes, const Problem& scalars) {
   const auto view = [&](int i, const char* dtype) { return view_of(nullptr, ndims[i], shapes[i], dtype); };
   const TensorView y = view(kY, "float32");
   const TensorView x = view(kX, "float32");
   const TensorView weight_b = view(kWeightB, "float32");
   const TensorView indices = view(kIndices, "int32");
   const TensorView weight_a = has_a ? view(kWeightA, "float32") : TensorView{};
-  for (int i = 0; i < (has_a ? 5 : 4); ++i) {
-    // A dimension of -2 means that not even the rank is known.
-    for (int d = 0; d < ndims[i]; ++d) {
-      if (shapes[i][d] < kUnknown) return {shapes[like], shapes[like] + ndims[like]};
-    }
-  }
   Rows rows;
-  raise_if_refused(collapse_leading_dims(y, x, indices, rows));
-  Problem problem;
+  if (Status status = collapse_leading_dims(y, x, indices, rows); !status.ok()) return status;
+  Problem problem = scalars;
   problem.y = &rows.y;
   problem.x = &rows.x;
   problem.weight_b = &weight_b;
   problem.indices = &rows.indices;
   problem.weight_a = has_a ? &weight_a : nullptr;
   problem.limits = Limits::kNone;
-  raise_if_refused(check_description(problem, cpu_backend()));
+  return check_description(problem, cpu_backend());
+}
+
+// The shape of the result, and a refusal of shapes that do not agree before anything runs.
+std::vector<std::int64_t> infer(bool has_a, Input like, const int* ndims, std::int64_t** shapes) {
+  for (int i = 0; i < (has_a ? 5 : 4); ++i) {
+    // A dimension of -2 means that not even the rank is known.
+    for (int d = 0; d < ndims[i]; ++d) {
+      if (shapes[i][d] < kUnknown) return {shapes[like], shapes[like] + ndims[like]};
+    }
+  }
+  raise_if_refused(check_shapes_and_scalars(has_a, ndims, shapes, Problem{}));
   return {shapes[like], shapes[like] + ndims[like]};
 }
 
@@ -197,6 +201,21 @@ ADDLORA_OPERATOR(AddLora, true, std::nullopt, kY)
 ADDLORA_OPERATOR(AddLoraGradX, true, Gradient::kX, kX)
 ADDLORA_OPERATOR(AddLoraGradWeightA, true, Gradient::kWeightA, kWeightA)
 ADDLORA_OPERATOR(AddLoraGradWeightB, true, Gradient::kWeightB, kWeightB)
+// For the operator on Ascend, which MindSpore's compiler builds apart from this library: why these shapes (y, x, weight_b,
+// indices and, unless it is null, weight_a) and scalars are refused, or null. The text is the thread's until the next call.
+ADDLORA_EXPORT const char* AddLoraRefusal(const int* ndims, const std::int64_t* const* shapes, std::int64_t layer_idx,
+                                          std::int64_t y_offset, std::int64_t y_slice_size) {
+  Problem scalars;
+  scalars.layer_idx = layer_idx;
+  scalars.y_offset = y_offset;
+  scalars.y_slice_size = y_slice_size;
+  const Status status = check_shapes_and_scalars(shapes[kWeightA] != nullptr, ndims, shapes, scalars);
+  if (status.ok()) return nullptr;
+  thread_local std::string text;
+  text = "AddLoraError " + std::to_string(static_cast<int>(status.code)) + ": " + status.message;
+  return text.c_str();
+}
+
 // Without weight_a.
 ADDLORA_OPERATOR(AddLoraExpand, false, std::nullopt, kY)
 ADDLORA_OPERATOR(AddLoraExpandGradX, false, Gradient::kX, kX)

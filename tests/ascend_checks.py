@@ -267,6 +267,28 @@ def a_dynamic_batch(mode):
 
 
 @check
+def dynamic_shapes_that_do_not_agree_are_named(mode):
+    # Without weight_a CANN does not compare R with the columns of x: it would read beyond them.
+    for with_a, name, columns in ((False, "x", 16), (False, "x", 48), (True, "weight_a", 16)):
+        p = problem(r=32, with_a=with_a)
+        model = Model(p)
+        model.set_inputs(
+            Tensor(shape=[None, 48], dtype=ms.float16),
+            Tensor(shape=[None, None], dtype=ms.float16),
+            Tensor(shape=[None], dtype=ms.int32),
+        )
+        x = np.ones((7, columns), np.float16)
+        calls = CONTROL.calls("aclnnAddLora.kernel")
+        try:
+            model(Tensor(p["y"]), Tensor(x), Tensor(p["indices"])).asnumpy()
+        except (RuntimeError, ValueError) as error:
+            assert f"{name}: expected [" in str(error), error
+        else:
+            raise AssertionError(f"x with {columns} columns was accepted")
+        assert CONTROL.calls("aclnnAddLora.kernel") == calls
+
+
+@check
 def widths_that_are_no_multiple_of_16_are_refused(mode):
     for sizes, name in (({"h1": 24}, "H1"), ({"h2": 20}, "H2"), ({"h3": 50}, "H3")):
         p = problem(**sizes)

@@ -1,6 +1,7 @@
 // aclnnAddLora for MindSpore's PyNative mode on Ascend, built by ms.ops.CustomOpBuilder.
 //
 // The operator adds into its first tensor and never writes its last, so both are the same tensor here.
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
@@ -67,9 +68,16 @@ void add_lora_in_place(const Tensor &y, const Tensor &x, const Tensor &weight_b,
 
 }  // namespace
 
+extern const char *(*addlora_refusal)(const int *ndims, const int64_t *const *shapes, int64_t layer_idx,
+                                      int64_t y_offset, int64_t y_slice_size);
+
 // The order of arguments is graph_definition.cpp's: one name serves both modes.
 PYBIND11_MODULE(MS_EXTENSION_NAME, module) {
   namespace py = pybind11;
+  module.def(
+      "use_rules",
+      [](std::uintptr_t function) { addlora_refusal = reinterpret_cast<decltype(addlora_refusal)>(function); },
+      "The address of AddLoraRefusal, which the operator in graphs asks.", py::arg("function"));
   module.def(
       "add_lora",
       [](const Tensor &y, const Tensor &x, const Tensor &weight_b, const Tensor &indices, int64_t layer_idx,

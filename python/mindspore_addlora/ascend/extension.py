@@ -6,6 +6,7 @@ nothing in a graph has to be made to depend on anything.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import shutil
@@ -16,6 +17,8 @@ import mindspore
 from mindspore import Tensor, ops
 from mindspore.ops import signature
 from mindspore.ops.primitive import Primitive
+
+from .. import _core
 
 _HERE = Path(__file__).resolve().parent
 _SOURCES = ("eager_extension.cpp", "graph_definition.cpp", "graph_extension.cpp")
@@ -36,7 +39,7 @@ def load() -> Any:
     sources = [str(_HERE / name) for name in _SOURCES]
     try:
         builder = ops.CustomOpBuilder("mindspore_addlora_ascend", sources, backend="Ascend")
-        return builder.load().so_module
+        module = builder.load().so_module
     except Exception as error:
         home = os.environ.get("ASCEND_HOME_PATH", "")
         raise RuntimeError(
@@ -44,6 +47,9 @@ def load() -> Any:
             f'(now "{home}") and a g++ that MindSpore {mindspore.__version__} can be built against, got '
             f"{type(error).__name__}: {error}"
         ) from error
+    rules = ctypes.CDLL(_core.__file__).AddLoraRefusal
+    module.use_rules(ctypes.cast(rules, ctypes.c_void_p).value)
+    return module
 
 
 class _AddLora(Primitive):

@@ -21,6 +21,10 @@ class AddLoraFuncImpl : public OpFuncImpl {
 
 }  // namespace mindspore::ops
 
+// AddLoraRefusal of the package's own library, where the rules are; set when the extension is loaded.
+const char *(*addlora_refusal)(const int *ndims, const int64_t *const *shapes, int64_t layer_idx, int64_t y_offset,
+                               int64_t y_slice_size) = nullptr;
+
 namespace mindspore::kernel {
 
 // The positions of graph_definition.cpp.
@@ -59,6 +63,7 @@ class AddLoraKernel : public AclnnKernelMod {
     scale_ = static_cast<double>(inputs[kScale]->GetValueWithCheck<pyfloat>());
     y_offset_ = inputs[kYOffset]->GetValueWithCheck<int64_t>();
     y_slice_size_ = inputs[kYSliceSize]->GetValueWithCheck<int64_t>();
+    Check(inputs);
     const AsLaunched as_launched(inputs);
     ClearOpsWorkSpaceList();
     GetWorkspaceForResizeCopy(outputs[0], inputs[kY]);
@@ -75,6 +80,25 @@ class AddLoraKernel : public AclnnKernelMod {
   }
 
  private:
+  // With dynamic shapes only now do all sizes show. CANN would refuse most without a reason, and not see that x has other
+  // columns than R where weight_a is None.
+  void Check(const std::vector<KernelTensor *> &inputs) const {
+    constexpr int kTensors[] = {kY, kX, kWeightB, kIndices, kWeightA};
+    std::vector<ShapeVector> held;
+    int ndims[5] = {};
+    const int64_t *shapes[5] = {};
+    held.reserve(5);
+    for (int i = 0; i < 5; ++i) {
+      const KernelTensor *tensor = inputs[kTensors[i]];
+      if (tensor == nullptr || tensor->type_id() == kMetaTypeNone) continue;
+      held.push_back(tensor->GetShapeVector());
+      ndims[i] = static_cast<int>(held.back().size());
+      shapes[i] = held.back().data();
+    }
+    const char *refusal = addlora_refusal(ndims, shapes, layer_idx_, y_offset_, y_slice_size_);
+    if (refusal != nullptr) MS_LOG(EXCEPTION) << refusal;
+  }
+
   DEFINE_GET_WORKSPACE_FOR_OPS(aclnnInplaceCopy, Copy)
   DEFINE_GET_WORKSPACE_FOR_OPS(aclnnAddLora, Delta)
 
