@@ -542,6 +542,77 @@ def the_device_failing_while_it_runs(mode):
     works_again(model, mode, p, tensors)
 
 
+def sizes_of_gradients(p, g, layer_idx=1, scale=0.5, y_offset=16):
+    """The gradients in float64."""
+    w, _, h2, _ = p["weight_b"].shape
+    x, b = p["x"].astype(np.float64), p["weight_b"].astype(np.float64)
+    a = None if p["weight_a"] is None else p["weight_a"].astype(np.float64)
+    s = g.astype(np.float64)[:, y_offset : y_offset + h2]
+    exact = {"x": np.zeros_like(x), "weight_b": np.zeros_like(b)}
+    if a is not None:
+        exact["weight_a"] = np.zeros_like(a)
+    for row, index in enumerate(p["indices"]):
+        if not 0 <= index < w:
+            continue
+        at = (index, layer_idx)
+        z, dz = x[row] if a is None else a[at] @ x[row], s[row] @ b[at]
+        exact["weight_b"][at] += scale * np.outer(s[row], z)
+        exact["x"][row] = scale * (dz if a is None else dz @ a[at])
+        if a is not None:
+            exact["weight_a"][at] += scale * np.outer(dz, x[row])
+    return exact
+
+
+@check
+def gradients_are_the_formula_s(mode):
+    for options in ({}, {"with_a": False}, {"r": 5}, {"w": 34, "b": 11}, {"r": 144}):
+        p = problem(**options)
+        g = np.random.default_rng(3).standard_normal(p["y"].shape).astype(np.float16)
+        names = [n for n in ("y", "x", "weight_b", "indices", "weight_a") if p[n] is not None]
+
+        class Loss(nn.Cell):
+            def construct(self, y, x, weight_b, indices, weight_a=None):
+                out = mal.add_lora(y, x, weight_b, indices, weight_a, 1, 0.5, 16)
+                return ms.mint.sum(out * Tensor(g))
+
+        wanted = tuple(i for i, n in enumerate(names) if n != "indices")
+        found = ms.grad(Loss(), grad_position=wanted)(*(Tensor(p[n]) for n in names))
+        exact = sizes_of_gradients(p, g)
+        for position, value in zip(wanted, found, strict=True):
+            name = names[position]
+            value = value.asnumpy().astype(np.float64)
+            if name == "y":
+                assert (value == g).all()
+                continue
+            # Some products of float16 one after the other, each rounded.
+            reach = 2**-7 * (1 + np.abs(exact[name]).max())
+            assert (np.abs(value - exact[name]) <= reach).all(), (options, name)
+            assert not value[np.abs(exact[name]) == 0].any(), "what no row uses is zero"
+
+
+@check
+def a_cell_is_trained(mode):
+    p = problem(r=5)
+    cell = a_cell_of(p, ms.float32)
+    parameters = ms.ParameterTuple(cell.trainable_params())
+    y, x = Tensor(p["y"].astype(np.float32)), Tensor(p["x"].astype(np.float32))
+    indices, target = Tensor(p["indices"]), Tensor(np.zeros_like(p["y"], np.float32))
+
+    def loss(y, x, indices):
+        difference = cell(y, x, indices, 1) - target
+        return ms.mint.sum(difference * difference) / 100
+
+    step = ms.value_and_grad(loss, None, parameters)
+    losses = []
+    for _ in range(4):
+        value, found = step(y, x, indices)
+        for parameter, gradient in zip(parameters, found, strict=True):
+            # The optimizers' own kernels are not emulated.
+            parameter.set_data(parameter - gradient * 0.05)
+        losses.append(float(value.asnumpy()))
+    assert losses[-1] < losses[0], losses
+
+
 class Projections(nn.Cell):
     def __init__(self):
         super().__init__()

@@ -8,6 +8,7 @@ from mindspore.ops.primitive import constexpr
 
 from .. import _core
 from . import blocks, extension
+from .gradients import block, expand_block
 
 _MAX_LAYERS = blocks.MAX_LAYERS
 
@@ -160,11 +161,11 @@ def add_lora(
             part_b = ops.cast(part_b, ms.float16)
             if part_a is not None:
                 part_a = ops.cast(part_a, ms.float16)
-        # H2 written out: older CANN refuses -1.
         local = _guarded(rows, first, count)
-        total = extension.operator(
-            total, part_x, part_b, local, layer_idx, scale, y_offset, h2, part_a
-        )
+        if part_a is None:
+            total = expand_block(total, part_x, part_b, local, layer_idx, scale, y_offset)
+        else:
+            total = block(total, part_x, part_b, local, part_a, layer_idx, scale, y_offset)
     return _shaped(total, y, rows, adapters)
 
 
@@ -188,15 +189,14 @@ def add_lora_in_blocks(
     for number in range(len(bank_blocks)):
         (first, count), (first_layer, layers), _ = bank_blocks[number]
         if len(bank_blocks) == 1 or first_layer <= layer_idx < first_layer + layers:
-            total = extension.operator(
+            total = block(
                 total,
                 values,
                 bank_b[number],
                 _guarded(rows, first, count),
+                bank_a[number],
                 layer_idx - first_layer,
                 scale,
                 y_offset,
-                bank_b[number].shape[2],
-                bank_a[number],
             )
     return _shaped(total, y, rows, adapters)

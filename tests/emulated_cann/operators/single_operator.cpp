@@ -110,6 +110,12 @@ void strided_slice(const SingleOperatorCall &call) {
   copy_tensor(call.outputs[0], strided_part(call.inputs[0], call.inputs, 1, call.attributes));
 }
 
+// inputs: the whole's shape, begin, end, strides, the part's gradient.
+void strided_slice_gradient(const SingleOperatorCall &call) {
+  fill_with(call.outputs[0], 0);
+  copy_tensor(strided_part(call.outputs[0], call.inputs, 1, call.attributes), call.inputs[4]);
+}
+
 // inputs: the variable, begin, end, strides, the value.
 void strided_slice_assign(const SingleOperatorCall &call) {
   if (call.outputs[0].data != call.inputs[0].data) copy_tensor(call.outputs[0], call.inputs[0]);
@@ -149,6 +155,17 @@ void unpack(const SingleOperatorCall &call) {
     part.dims.erase(part.dims.begin() + static_cast<std::ptrdiff_t>(axis));
     part.strides.erase(part.strides.begin() + static_cast<std::ptrdiff_t>(axis));
     copy_tensor(call.outputs[i], part);
+  }
+}
+
+void add_all(const SingleOperatorCall &call) {
+  const Tensor &out = call.outputs[0];
+  copy_tensor(out, call.inputs[0]);
+  for (size_t i = 1; i < call.inputs.size(); ++i) {
+    const Tensor &input = call.inputs[i];
+    for_each_element<2>(out.dims, {&out, &input}, [&](const std::array<std::byte *, 2> &at) {
+      store_real(at[0], out.dtype, load_real(at[0], out.dtype) + load_real(at[1], input.dtype));
+    });
   }
 }
 
@@ -224,6 +241,7 @@ void layer_norm(const SingleOperatorCall &call) {
 
 const std::map<std::string, SingleOperator> &table() {
   static const auto &operators = *new std::map<std::string, SingleOperator>{
+      {"AddN", add_all},
       {"Assign", assign},
       {"BiasAdd", bias_add},
       {"Cast", copy_first_input},
@@ -242,6 +260,7 @@ const std::map<std::string, SingleOperator> &table() {
       {"SplitD", split_evenly},
       {"StridedSlice", strided_slice},
       {"StridedSliceAssign", strided_slice_assign},
+      {"StridedSliceGrad", strided_slice_gradient},
       {"TensorMove", copy_first_input},
       {"Unpack", unpack},
       {"ZerosLike", [](const SingleOperatorCall &call) { fill_with(call.outputs[0], 0); }},
