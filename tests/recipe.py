@@ -15,9 +15,6 @@ import numpy.typing as npt
 from reference import DTYPES, Array, Problem, bits
 
 FILE = Path(__file__).resolve().parent / "data" / "digests.json"
-FIELDS = (
-    "dtype rounding b h1 h2 h3 r w l layer_idx y_offset scale_quarters seed kind digest"
-).split()
 NORMAL, SUBNORMAL, ANY_BASE_ROWS = range(3)
 Y, X, B, INDICES, A = range(5)
 Words = npt.NDArray[np.uint64]
@@ -41,6 +38,9 @@ class Case(NamedTuple):
     seed: int
     kind: int
     digest: str = ""
+
+
+FIELDS = list(Case._fields)
 
 
 class Format(NamedTuple):
