@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import mindspore as ms
-import mindspore_addlora as mal
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mindspore import Tensor, nn
 from mindspore_addlora import raw
+from mindspore_calls import through_mindspore
 from recipe import cases, digest_of, problem_of
 from reference import (
     DTYPES,
@@ -31,7 +30,6 @@ from reference import (
     written_elements,
 )
 
-MS_DTYPES = {"float16": ms.float16, "bfloat16": ms.bfloat16, "float32": ms.float32}
 ORDER = ("y", "x", "weight_b", "indices", "weight_a", "layer_idx", "scale", "y_offset")
 FACTOR = int(os.environ.get("ADDLORA_TEST_FACTOR", "1"))
 
@@ -211,39 +209,6 @@ def test_two_phases_and_in_place(both, threads):
 
 
 # ---- MindSpore -----------------------------------------------------------------------------------
-
-
-class Model(nn.Cell):
-    def __init__(self, problem: Problem, rounding: str) -> None:
-        super().__init__()
-        self.layer_idx, self.scale = problem["layer_idx"], problem["scale"]
-        self.y_offset, self.rounding = problem["y_offset"], rounding
-
-    def construct(self, y, x, weight_b, indices, weight_a):
-        return mal.add_lora(
-            y,
-            x,
-            weight_b,
-            indices,
-            weight_a,
-            self.layer_idx,
-            self.scale,
-            self.y_offset,
-            -1,
-            self.rounding,
-        )
-
-
-def through_mindspore(problem: Problem, rounding: str, mode: int) -> Array:
-    ms.set_context(mode=mode)
-    dtype = MS_DTYPES[problem["y"].dtype.name]
-    tensors = [
-        None if problem[name] is None else Tensor(problem[name], dtype)
-        for name in ("y", "x", "weight_b", "weight_a")
-    ]
-    tensors.insert(3, Tensor(problem["indices"]))
-    out = Model(problem, rounding)(*tensors).asnumpy()
-    return out.view(problem["y"].dtype)
 
 
 both_modes = pytest.mark.parametrize(
