@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import mindspore as ms
+import mindspore_addlora as mal
 import numpy as np
 import pytest
-from mindspore import Tensor
+from mindspore import Tensor, nn
 from mindspore_addlora import raw
 from mindspore_calls import Model
 from reference import DTYPES, Array, Problem, assert_same_bits, make_problem
@@ -39,7 +40,7 @@ class Others:
 
     def __init__(self, *works) -> None:
         self.stop = threading.Event()
-        self.errors: list[BaseException] = []
+        self.errors: list[Exception] = []
         self.rounds = [0] * len(works)
         self.threads = [
             threading.Thread(target=self.loop, args=(number, work))
@@ -51,13 +52,12 @@ class Others:
             while not self.stop.is_set():
                 work()
                 self.rounds[number] += 1
-        except BaseException as error:
+        except Exception as error:
             self.errors.append(error)
 
-    def __enter__(self) -> Others:
+    def __enter__(self) -> None:
         for thread in self.threads:
             thread.start()
-        return self
 
     def __exit__(self, *_) -> None:
         self.stop.set()
@@ -109,7 +109,7 @@ import multiprocessing, signal, sys, warnings
 warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of fork where there are threads
 import numpy as np
 import mindspore as ms
-from mindspore import Tensor
+from mindspore import Tensor, nn
 sys.path.insert(0, TESTS)
 from mindspore_calls import Model
 from mindspore_addlora import raw
@@ -152,3 +152,89 @@ def test_data_loaders_that_fork_after_the_model_ran():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "True 121 [0, 0, 0]"
+
+
+class Dense(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Dense(256, 256)
+
+    def construct(self, x):
+        return self.q_proj(x)
+
+
+@pytest.mark.parametrize("mode", [ms.GRAPH_MODE, ms.PYNATIVE_MODE], ids=["graph", "pynative"])
+def test_a_step_sees_the_old_adapter_or_the_new_one_and_no_mixture(mode, tmp_path):
+    """One name is deleted and loaded anew, by turns with two sets of weights, while another thread steps."""
+    ms.set_context(mode=mode)
+    rng = np.random.default_rng(3)
+    model = Dense()
+    lora = mal.MultiLora(model, ["q_proj"], max_rank=16, num_adapters=2)
+    x = Tensor(rng.standard_normal((4, 256), np.float32))
+    versions = ("old", "new")
+    expected = {}
+    for version in versions:
+        a, b = (
+            rng.standard_normal((16, 256), np.float32),
+            rng.standard_normal((256, 16), np.float32),
+        )
+        weights = mal.peft.LoraWeights(a, b, 1.0, 16)
+        mal.peft.write_adapter(tmp_path / version, {"q_proj": weights})
+        lora.load_adapter(tmp_path / version, version)
+        lora.route([version, None, version, None])
+        expected[model(x).asnumpy().tobytes()] = version
+        lora.route([])
+        lora.delete_adapter(version)
+    assert sorted(expected.values()) == ["new", "old"]
+    lora.load_adapter(tmp_path / "old", "adapter")
+    loads = 0
+
+    def swap() -> None:
+        nonlocal loads
+        try:
+            lora.route([])
+            lora.delete_adapter("adapter")
+        except ValueError:  # a step has routed it again
+            return
+        loads += 1
+        lora.load_adapter(tmp_path / versions[loads % 2], "adapter")
+
+    seen = []
+    with Others(swap):
+        while len(seen) < 200 * FACTOR or loads < 10:
+            try:
+                with lora.step(["adapter", None, "adapter", None]):
+                    out = model(x).asnumpy().tobytes()
+            except ValueError as error:
+                assert "expected the name of a loaded adapter" in str(error)
+            else:
+                seen.append(expected[out])
+    assert set(seen) == set(versions)
+
+
+@pytest.mark.parametrize("mode", [ms.GRAPH_MODE, ms.PYNATIVE_MODE], ids=["graph", "pynative"])
+def test_loads_and_deletions_of_others_change_no_running_step(mode, tmp_path):
+    """Without a step around it: the model's own adapter stays where it is and as it is."""
+    ms.set_context(mode=mode)
+    rng = np.random.default_rng(4)
+    model = Dense()
+    lora = mal.MultiLora(model, ["q_proj"], max_rank=16, num_adapters=3)
+    for name in ("mine", "other"):
+        a, b = (
+            rng.standard_normal((16, 256), np.float32),
+            rng.standard_normal((256, 16), np.float32),
+        )
+        weights = mal.peft.LoraWeights(a, b, 1.0, 16)
+        mal.peft.write_adapter(tmp_path / name, {"q_proj": weights})
+    lora.load_adapter(tmp_path / "mine", "mine")
+    lora.route(["mine", None])
+    x = Tensor(rng.standard_normal((3, 256), np.float32))
+    expected = model(x).asnumpy()
+
+    def churn() -> None:
+        lora.load_adapter(tmp_path / "other", "other")
+        lora.delete_adapter("other")
+
+    with Others(churn):
+        for _ in range(200 * FACTOR):
+            assert_same_bits(model(x).asnumpy(), expected)

@@ -14,7 +14,7 @@ import mindspore_addlora as mal
 import ml_dtypes
 import numpy as np
 import pytest
-from mindspore import Tensor
+from mindspore import Tensor, nn
 from mindspore_addlora import raw
 from mindspore_calls import through_mindspore
 from reference import (
@@ -28,7 +28,7 @@ from reference import (
     make_problem,
     written_elements,
 )
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 MODES = {"graph": ms.GRAPH_MODE, "pynative": ms.PYNATIVE_MODE}
 
@@ -261,6 +261,116 @@ def test_fault_14_what_is_no_plain_lora_is_refused(tmp_path, config):
     with pytest.raises(mal.peft.PeftError, match=next(iter(config))):
         mal.peft.read_adapter(folder)
     assert mal.peft.read_adapter(adapter_folder(tmp_path / "plain", {"q_proj": 4})).modules
+
+
+# ---- adapters by name on a model ---------------------------------------------------------------
+
+
+class TwoProjections(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Dense(6, 5)
+        self.v_proj = nn.Dense(6, 5)
+
+    def construct(self, x):
+        return self.q_proj(x) + self.v_proj(x)
+
+
+class Served:
+    """A model with adapters, its batch, and what it gives."""
+
+    def __init__(self, mode: str, slots: int = 2) -> None:
+        ms.set_context(mode=MODES[mode])
+        self.model = TwoProjections()
+        self.x = Tensor(np.random.default_rng(1).standard_normal((4, 6), np.float32))
+        self.base = self()
+        self.lora = mal.MultiLora(self.model, ["q_proj", "v_proj"], 16, slots)
+
+    def __call__(self, names: list[str | None] | None = None) -> Array:
+        if names is not None:
+            self.lora.route(names)
+        return self.model(self.x).asnumpy()
+
+
+def ordinary_folder(path: Path, seed: int = 0) -> Path:
+    folder = adapter_folder(path, {"q_proj": 4, "v_proj": 4})
+    rng = np.random.default_rng(seed)
+    names = [f"base_model.model.{m}.lora_{s}.weight" for m in ("q_proj", "v_proj") for s in "AB"]
+    shapes = [(4, 6), (5, 4)] * 2
+    tensors = {n: rng.standard_normal(s, np.float32) for n, s in zip(names, shapes, strict=True)}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_fault_11_a_swapped_adapter_meets_no_base_row_and_no_other_request(mode, tmp_path):
+    served = Served(mode)
+    for seed, name in enumerate(("first", "second", "other")):
+        ordinary_folder(tmp_path / name, seed)
+    served.lora.load_adapter(tmp_path / "other", "other")
+    served.lora.load_adapter(tmp_path / "first", "first")
+    before = served(["first", "other", None, "first"])
+    assert_same_bits(before[2], served.base[2])
+    # A request under way keeps its adapter: what the route uses cannot be deleted.
+    with pytest.raises(ValueError, match="route first"):
+        served.lora.delete_adapter("first")
+    assert_same_bits(served(), before)
+    served.lora.route([None, "other"])
+    served.lora.delete_adapter("first")
+    served.lora.load_adapter(tmp_path / "second", "second")  # in the slot of the first
+    after = served()
+    assert_same_bits(after[[0, 2, 3]], served.base[[0, 2, 3]])
+    assert_same_bits(after[1], before[1])
+    with pytest.raises(ValueError, match="'first'"):
+        served(["first"])
+    swapped = served(["second", "other", None, "second"])
+    assert_same_bits(swapped[[1, 2]], before[[1, 2]])
+    assert (swapped[[0, 3]] != before[[0, 3]]).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["Legal", "legal ", "", "code", "0"])
+def test_fault_12_an_unknown_adapter_is_an_error_and_changes_nothing(mode, tmp_path, name):
+    served = Served(mode)
+    served.lora.load_adapter(ordinary_folder(tmp_path / "legal"), "legal")
+    before = served(["legal", None, "legal"])
+    for call in (lambda: served.lora.route([None, name]), lambda: served.lora.delete_adapter(name)):
+        with pytest.raises(ValueError, match="expected the name of a loaded adapter") as refused:
+            call()
+        assert repr(name) in str(refused.value)
+        assert_same_bits(served(), before)
+    assert (before[0] != served.base[0]).all()
+    assert list(served.lora.adapters) == ["legal"]
+
+
+def test_fault_13_a_model_honours_patterns_and_rslora(tmp_path):
+    served = Served("pynative")
+    folder = adapter_folder(
+        tmp_path / "adapter", {"q_proj": 4, "v_proj": 9}, rank_pattern={"v_proj": 9},
+        alpha_pattern={"v_proj": 6}, use_rslora=True,
+    )  # fmt: skip
+    served.lora.load_adapter(folder, "patterned")
+    delta = (served(["patterned"]) - served.base)[0]
+    tensors = load_file(folder / "adapter_model.safetensors")
+    exact = np.zeros(5)
+    for module, scaling in (("q_proj", 8 / math.sqrt(4)), ("v_proj", 6 / math.sqrt(9))):
+        a, b = (tensors[f"base_model.model.{module}.lora_{side}.weight"] for side in "AB")
+        exact += scaling * b.astype(np.float64) @ a.astype(np.float64) @ served.x.asnumpy()[0]
+    np.testing.assert_allclose(delta, exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "config", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"bias": "all"}], ids=str
+)
+def test_fault_14_a_model_does_not_load_what_is_no_plain_lora(tmp_path, config):
+    served = Served("pynative")
+    served.lora.load_adapter(ordinary_folder(tmp_path / "plain"), "plain")
+    before = served(["plain", None])
+    folder = adapter_folder(tmp_path / "adapter", {"q_proj": 4, "v_proj": 4}, **config)
+    with pytest.raises(ValueError, match=next(iter(config))):
+        served.lora.load_adapter(folder, "other")
+    assert list(served.lora.adapters) == ["plain"]
+    assert_same_bits(served(), before)
 
 
 def test_each_adapter_changes_its_rows(run):
