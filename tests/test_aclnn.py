@@ -317,7 +317,11 @@ def test_what_is_in_the_way_is_passed_over(run, emulated_cann_build, tmp_path):
         (tmp_path / name / library).parent.mkdir(parents=True)
         (tmp_path / name / library).write_text(text)
     other = emulated_cann_build / "layouts" / "custom" / "other"
-    folders = [str(tmp_path / name) for name in ("a folder", "empty", "text")] + [str(other), "", " "]
+    folders = [str(tmp_path / name) for name in ("a folder", "empty", "text")] + [
+        str(other),
+        "",
+        " ",
+    ]
     assert "newer" in run(report, ASCEND_CUSTOM_OPP_PATH=":".join(folders))
 
 
