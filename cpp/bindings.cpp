@@ -21,6 +21,7 @@
 #include "aclnn/probe.hpp"
 #include "add_lora.hpp"
 #include "backend.hpp"
+#include "cpu/ceilings.hpp"
 #include "cpu/cpu_backend.hpp"
 #include "cpu/kernel_sets.hpp"
 #include "cpu/thread_pool.hpp"
@@ -611,6 +612,15 @@ PYBIND11_MODULE(_core, module) {
     return py::tuple(names);
   });
   module.def("last_kernel_set", &last_kernel_set_name);
+  module.def("measure_flops", [] {
+    const py::gil_scoped_release release;
+    return cpu::measure_flops();
+  });
+  module.def("measure_read", [](const py::buffer& buffer) {
+    const py::buffer_info info = buffer.request();
+    const py::gil_scoped_release release;
+    return cpu::measure_read(info.ptr, static_cast<std::size_t>(info.size * info.itemsize));
+  });
   module.def("set_num_threads", &set_num_threads);
   module.def("get_num_threads", &cpu::thread_count);
 }

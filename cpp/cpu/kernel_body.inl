@@ -258,3 +258,31 @@ void expand(ExpandTask& t) {
     }
   }
 }
+
+// ---- ceilings: what this set can do at most, for the benchmark -------------------------------------------------
+
+// steps * kTileSums * kLanes multiply-adds, in chains that do not wait for each other.
+void multiply_add(int64_t steps, float* result) {
+  const V x = load(result);
+  V sum[kTileSums];
+#pragma GCC unroll 32
+  for (int i = 0; i < kTileSums; ++i) sum[i] = broadcast(static_cast<float>(i));
+  for (int64_t step = 0; step < steps; ++step) {
+#pragma GCC unroll 32
+    for (int i = 0; i < kTileSums; ++i) sum[i] = fma(x, x, sum[i]);
+  }
+  V all = zero();
+#pragma GCC unroll 32
+  for (int i = 0; i < kTileSums; ++i) all = fma(x, sum[i], all);
+  store(result, all);
+}
+
+// Reads count floats, a multiple of 64.
+void read(const float* data, int64_t count, float* result) {
+  V sum[4] = {zero(), zero(), zero(), zero()};
+  const V one = broadcast(1.0f);
+  for (int64_t i = 0; i < count; i += 4 * kLanes) {
+    for (int64_t j = 0; j < 4; ++j) sum[j] = fma(one, load(data + i + j * kLanes), sum[j]);
+  }
+  store(result, fma(one, fma(one, sum[0], sum[1]), fma(one, sum[2], sum[3])));
+}

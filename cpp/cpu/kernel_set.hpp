@@ -83,6 +83,10 @@ struct KernelSet {
   bool (*supported)();
   void (*shrink[kElements])(ShrinkTask&);
   void (*expand[kElements])(ExpandTask&);
+  // For the benchmark's ceilings. `result` is 16 floats that the work begins from and ends in.
+  int tile_sums;
+  void (*multiply_add)(int64_t steps, float* result);  // steps * tile_sums * kLanes of them
+  void (*read)(const float* data, int64_t count, float* result);  // count a multiple of 64
 };
 
 extern const KernelSet kScalarKernels;

@@ -87,6 +87,7 @@ bool supported() {
 }  // namespace
 
 const KernelSet kAvx512Kernels = {
-    kName, supported, {shrink<Half>, shrink<Bfloat>, shrink<float>}, {expand<Half>, expand<Bfloat>, expand<float>}};
+    kName,     supported,    {shrink<Half>, shrink<Bfloat>, shrink<float>}, {expand<Half>, expand<Bfloat>, expand<float>},
+    kTileSums, multiply_add, read};
 
 }  // namespace addlora::cpu

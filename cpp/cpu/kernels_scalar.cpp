@@ -122,6 +122,7 @@ bool supported() { return true; }
 }  // namespace
 
 const KernelSet kScalarKernels = {
-    kName, supported, {shrink<Half>, shrink<Bfloat>, shrink<float>}, {expand<Half>, expand<Bfloat>, expand<float>}};
+    kName,     supported,    {shrink<Half>, shrink<Bfloat>, shrink<float>}, {expand<Half>, expand<Bfloat>, expand<float>},
+    kTileSums, multiply_add, read};
 
 }  // namespace addlora::cpu

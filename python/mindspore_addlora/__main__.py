@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from . import info, selftest
+from . import bench, info, selftest
 
-COMMANDS = {"info": info, "selftest": selftest}
+COMMANDS = {"info": info, "bench": bench, "selftest": selftest}
 
 
 def main(arguments: list[str] | None = None) -> int:
