@@ -89,7 +89,7 @@ class OuterProducts {
     counts_.resize(plan_.counting_sort ? static_cast<std::size_t>(plan_.sizes.w) : 0);
     groups_.resize(static_cast<std::size_t>(std::min(plan_.sizes.b, plan_.sizes.w) + 1));
     grouping_ = group_rows(forward, plan_, order_.data(), adapters_.data(), counts_.data(), groups_.data());
-    std::int64_t longest = 0;
+    std::int64_t longest = 1;
     for (std::int64_t i = 0; i < grouping_.group_count; ++i) {
       Group& group = groups_[static_cast<std::size_t>(i)];
       group.first_shrink_task = shrink_tasks_;

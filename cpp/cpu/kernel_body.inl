@@ -5,8 +5,9 @@
 //   zero() broadcast(f)    load(T*) store(T*, V) for float, Half and Bfloat
 //   fma(a, b, c) mul(a, b) reduce(V): lanes l + (l+8), then +4, +2, +1
 //   round_half(V)          to float16 and back
-//   transpose_block(src, src_stride, dst, dst_stride): 16 x 16, converted to float
-//   kTileRows, kTileSums   the register tile: most rows, most accumulators (vectors)
+//   load_columns(T*, stride, V[16]): 16 x 16, the columns of rows that lie `stride` bytes apart
+//   kTileRows, kTileVectors   the register tile: rows, and vectors of each row (expand) or ranks (shrink)
+//   kTileSums                 the most accumulators of a tile
 //   kName
 //
 // The order of operations of a result, which no tile size, thread count or kernel set may change:
@@ -15,8 +16,7 @@
 //   d[h]   sums z[r] * b[h, r] over r in order by fused multiply-add, from zero
 //   out    fma(scale, d, y), rounded once to the dtype; with device rounding each step rounded to float16 instead
 
-constexpr int64_t kTileVectors = 4;  // vectors of columns in an expand tile, at most
-
+inline void prefetch(const void* p) { __builtin_prefetch(p); }
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Up to 16 elements at any stride, zero past the end.
@@ -39,62 +39,153 @@ inline void store_some(char* to, V v, int64_t count) {
   __builtin_memcpy(to, some, static_cast<size_t>(count) * sizeof(T));
 }
 
-// count elements as floats, zero up to the next multiple of 16.
+// count elements as floats in vectors that lie `to_stride` floats apart, zero at the end of the last one.
 template <class T>
-inline void widen(const char* from, int64_t stride, int64_t count, float* to) {
-  for (int64_t k = 0; k < count; k += kLanes) store(to + k, load_some<T>(from + k * stride, stride, count - k));
+inline void widen(const char* from, int64_t stride, int64_t count, float* to, int64_t to_stride) {
+  int64_t k = 0;
+  if (stride == static_cast<int64_t>(sizeof(T))) {
+    for (; k + kLanes <= count; k += kLanes, to += to_stride) store(to, load(reinterpret_cast<const T*>(from) + k));
+  }
+  for (; k < count; k += kLanes, to += to_stride) store(to, load_some<T>(from + k * stride, stride, count - k));
 }
 
 // ---- first product: shrink -------------------------------------------------------------------------------------
 
-// sums[m][n] += x[m] * a[n], lane by lane, over `steps` vectors. TA is float where a was converted before.
+// sums[m][n] += x[m] * a[n], lane by lane, over `steps` vectors. TA is float where a was converted before. The vectors
+// of x lie step by step, M of them together; those of a rank_stride and step_stride bytes apart.
 template <class TA, int M, int N>
-inline void shrink_tile(const float* x, const char* a, int64_t a_stride, int64_t steps, float* sums,
-                        int64_t sums_stride) {
+inline void shrink_tile(const float* x, const char* a, int64_t rank_stride, int64_t step_stride, int64_t steps,
+                        float* sums) {
   V sum[M][N];
+#pragma GCC unroll 16
   for (int m = 0; m < M; ++m) {
-    for (int n = 0; n < N; ++n) sum[m][n] = load(sums + m * sums_stride + n * kLanes);
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) prefetch(sums + ((M + m) * N + n) * kLanes);  // the next tile's
   }
-  for (int64_t k = 0; k < steps; ++k) {
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) sum[m][n] = load(sums + (m * N + n) * kLanes);
+  }
+  for (int64_t k = 0; k < steps; ++k, x += M * kLanes, a += step_stride) {
     V av[N];
-    for (int n = 0; n < N; ++n) av[n] = load(reinterpret_cast<const TA*>(a + n * a_stride) + k * kLanes);
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) av[n] = load(reinterpret_cast<const TA*>(a + n * rank_stride));
+#pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
-      const V xv = load(x + m * kBlockK + k * kLanes);
+      const V xv = load(x + m * kLanes);
+#pragma GCC unroll 16
       for (int n = 0; n < N; ++n) sum[m][n] = fma(xv, av[n], sum[m][n]);
     }
   }
+#pragma GCC unroll 16
   for (int m = 0; m < M; ++m) {
-    for (int n = 0; n < N; ++n) store(sums + m * sums_stride + n * kLanes, sum[m][n]);
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) store(sums + (m * N + n) * kLanes, sum[m][n]);
   }
-}
-
-// The ranks of a tile with M rows: as many as the registers hold.
-template <int M>
-constexpr int tile_ranks() {
-  return kTileSums / M < 8 ? kTileSums / M : 8;
 }
 
 template <class TA, int M, int N>
-inline void shrink_ranks(int64_t n, const float* x, const char* a, int64_t a_stride, int64_t steps, float* sums,
-                         int64_t sums_stride) {
+inline void shrink_ranks(int64_t n, const float* x, const char* a, int64_t rank_stride, int64_t step_stride,
+                         int64_t steps, float* sums) {
   if (n == N) {
-    shrink_tile<TA, M, N>(x, a, a_stride, steps, sums, sums_stride);
+    shrink_tile<TA, M, N>(x, a, rank_stride, step_stride, steps, sums);
   } else if constexpr (N > 1) {
-    shrink_ranks<TA, M, N - 1>(n, x, a, a_stride, steps, sums, sums_stride);
+    shrink_ranks<TA, M, N - 1>(n, x, a, rank_stride, step_stride, steps, sums);
   }
 }
 
-template <class TA, int M>
-inline void shrink_rows(int64_t m, const float* x, const char* a, int64_t a_stride, int64_t ranks, int64_t steps,
-                        float* sums, int64_t sums_stride) {
-  if (m == M) {
-    constexpr int64_t kRanks = tile_ranks<M>();
-    for (int64_t r = 0; r < ranks; r += kRanks) {
-      shrink_ranks<TA, M, static_cast<int>(kRanks)>(smaller(kRanks, ranks - r), x, a + r * a_stride, a_stride, steps,
-                                                    sums + r * kLanes, sums_stride);
+// z of a tile's rows, from its sums: panels of kRanks ranks, row by row.
+template <int kRanks>
+inline void reduce_tiles(const float* sums, int64_t rows, int64_t ranks, float* z, int64_t z_row_stride) {
+  for (int64_t first = 0; first < ranks; first += kRanks) {
+    const int64_t n = smaller(kRanks, ranks - first);
+    for (int64_t m = 0; m < rows; ++m) {
+      for (int64_t r = 0; r < n; ++r, sums += kLanes) z[m * z_row_stride + first + r] = reduce(load(sums));
     }
-  } else if constexpr (M > 1) {
-    shrink_rows<TA, M - 1>(m, x, a, a_stride, ranks, steps, sums, sums_stride);
+  }
+}
+
+// Few rows: each weight goes from memory to registers, and is used there.
+template <class T, int M>
+inline void shrink_few(int64_t m, const ShrinkTask& t) {
+  if (m != M) {
+    if constexpr (M > 1) shrink_few<T, M - 1>(m, t);
+    return;
+  }
+  constexpr int kRanks = kTileSums / M < 8 ? kTileSums / M : 8;
+  constexpr int64_t kBlock = kFewFloats / M / kLanes * kLanes;
+  const int64_t ranks = t.r_end - t.r_begin;
+  float* const sums = t.scratch;
+  float* const x = sums + kMaxTaskSums * kLanes;
+  for (int64_t i = 0; i < M * ranks; ++i) store(sums + i * kLanes, zero());
+  for (int64_t k = 0; k < t.h1; k += kBlock) {
+    const int64_t count = smaller(kBlock, t.h1 - k);
+#pragma GCC unroll 16
+    for (int m_ = 0; m_ < M; ++m_) {
+      widen<T>(t.x + t.rows[m_] * t.x_row_stride + k * t.x_column_stride, t.x_column_stride, count, x + m_ * kLanes,
+               M * kLanes);
+    }
+    const char* a = t.a + t.r_begin * t.a_row_stride + k * t.a_column_stride;
+    for (int64_t r = 0; r < ranks; r += kRanks) {
+      shrink_ranks<T, M, kRanks>(smaller(kRanks, ranks - r), x, a + r * t.a_row_stride, t.a_row_stride,
+                                 kLanes * static_cast<int64_t>(sizeof(T)), count / kLanes, sums + r * M * kLanes);
+    }
+  }
+  reduce_tiles<kRanks>(sums, M, ranks, t.z + t.r_begin, t.z_row_stride);
+}
+
+// Many rows: weights are converted once for all of them, piece by piece. A piece of 16 ranks stays in the first cache,
+// while rows and sums pass by.
+template <int M>
+inline void shrink_rows(int64_t m, const float* x, const float* a, int64_t ranks, int64_t steps, float* sums) {
+  if (m != M) {
+    if constexpr (M > 1) shrink_rows<M - 1>(m, x, a, ranks, steps, sums);
+    return;
+  }
+  constexpr int64_t kVector = kLanes * static_cast<int64_t>(sizeof(float));
+  for (int64_t r = 0; r < ranks; r += kTileVectors) {
+    const int64_t n = smaller(kTileVectors, ranks - r);
+    shrink_ranks<float, M, kTileVectors>(n, x, reinterpret_cast<const char*>(a + r * steps * kLanes), kVector,
+                                         n * kVector, steps, sums + r * M * kLanes);
+  }
+}
+
+template <class T>
+inline void shrink_many(const ShrinkTask& t) {
+  const int64_t ranks = t.r_end - t.r_begin;
+  float* const sums = t.scratch;  // range by range of ranks, tile by tile of rows
+  float* const x_block = sums + kMaxTaskSums * kLanes;
+  float* const a_block = x_block + kFewFloats;
+  for (int64_t i = 0; i < t.row_count * ranks; ++i) store(sums + i * kLanes, zero());
+  for (int64_t k = 0; k < t.h1; k += kPieceK) {
+    const int64_t count = smaller(kPieceK, t.h1 - k);
+    const int64_t steps = (count + kLanes - 1) / kLanes;
+    for (int64_t range = 0; range < ranks; range += kRangeRanks) {
+      const int64_t range_ranks = smaller(kRangeRanks, ranks - range);
+      for (int64_t r = 0; r < range_ranks; ++r) {
+        const int64_t panel = r / kTileVectors * kTileVectors;
+        widen<T>(t.a + (t.r_begin + range + r) * t.a_row_stride + k * t.a_column_stride, t.a_column_stride, count,
+                 a_block + (panel * steps + r - panel) * kLanes, smaller(kTileVectors, range_ranks - panel) * kLanes);
+      }
+      for (int64_t i = 0; i < t.row_count; i += kTileRows) {
+        const int64_t rows = smaller(kTileRows, t.row_count - i);
+        for (int64_t m = 0; m < rows; ++m) {
+          widen<T>(t.x + t.rows[i + m] * t.x_row_stride + k * t.x_column_stride, t.x_column_stride, count,
+                   x_block + m * kLanes, rows * kLanes);
+        }
+        shrink_rows<kTileRows>(rows, x_block, a_block, range_ranks, steps,
+                               sums + (t.row_count * range + i * range_ranks) * kLanes);
+      }
+    }
+  }
+  for (int64_t range = 0; range < ranks; range += kRangeRanks) {
+    const int64_t range_ranks = smaller(kRangeRanks, ranks - range);
+    for (int64_t i = 0; i < t.row_count; i += kTileRows) {
+      reduce_tiles<kTileVectors>(sums + (t.row_count * range + i * range_ranks) * kLanes,
+                                 smaller(kTileRows, t.row_count - i), range_ranks,
+                                 t.z + i * t.z_row_stride + t.r_begin + range, t.z_row_stride);
+    }
   }
 }
 
@@ -111,148 +202,189 @@ void shrink(ShrinkTask& t) {
     }
     return;
   }
-  const int64_t ranks = t.r_end - t.r_begin;
-  const int64_t sums_stride = ranks * kLanes;
-  float* const sums = t.scratch;
-  float* const a_block = sums + kMaxTaskSums * kLanes;
-  float* const x_block = a_block + kMaxTaskRanks * kBlockK;
-  for (int64_t i = 0; i < t.row_count * sums_stride; i += kLanes) store(sums + i, zero());
-
-  for (int64_t k = 0; k < t.h1; k += kBlockK) {
-    const int64_t count = smaller(kBlockK, t.h1 - k);
-    const int64_t steps = (count + kLanes - 1) / kLanes;
-    const char* a = t.a + t.r_begin * t.a_row_stride + k * t.a_column_stride;
-    // Weights that only one tile of rows reads are converted in registers.
-    const bool direct = t.row_count <= kTileRows && t.a_column_stride == static_cast<int64_t>(sizeof(T)) &&
-                        count % kLanes == 0;
-    if (!direct) {
-      for (int64_t r = 0; r < ranks; ++r) widen<T>(a + r * t.a_row_stride, t.a_column_stride, count, a_block + r * kBlockK);
-    }
-    for (int64_t i = 0; i < t.row_count; i += kTileRows) {
-      const int64_t rows = smaller(kTileRows, t.row_count - i);
-      for (int64_t m = 0; m < rows; ++m) {
-        widen<T>(t.x + t.rows[i + m] * t.x_row_stride + k * t.x_column_stride, t.x_column_stride, count,
-                 x_block + m * kBlockK);
-      }
-      float* tile_sums = sums + i * sums_stride;
-      if (direct) {
-        shrink_rows<T, kTileRows>(rows, x_block, a, t.a_row_stride, ranks, steps, tile_sums, sums_stride);
-      } else {
-        shrink_rows<float, kTileRows>(rows, x_block, reinterpret_cast<const char*>(a_block),
-                                      kBlockK * static_cast<int64_t>(sizeof(float)), ranks, steps, tile_sums,
-                                      sums_stride);
-      }
-    }
+  if (t.row_count <= kTileRows && t.a_column_stride == static_cast<int64_t>(sizeof(T)) && t.h1 % kLanes == 0) {
+    shrink_few<T, kTileRows>(t.row_count, t);
+  } else {
+    shrink_many<T>(t);
   }
-
+  if (!t.device_rounding) return;
   for (int64_t i = 0; i < t.row_count; ++i) {
-    float* z = t.z + i * t.z_row_stride + t.r_begin;
-    for (int64_t r = 0; r < ranks; ++r) z[r] = reduce(load(sums + i * sums_stride + r * kLanes));
-    if (t.device_rounding) {
-      for (int64_t r = 0; r < ranks; r += kLanes) {
-        char* at = reinterpret_cast<char*>(z + r);
-        store_some<float>(at, round_half(load_some<float>(at, sizeof(float), ranks - r)), ranks - r);
-      }
+    for (int64_t r = t.r_begin; r < t.r_end; r += kLanes) {
+      char* at = reinterpret_cast<char*>(t.z + i * t.z_row_stride + r);
+      store_some<float>(at, round_half(load_some<float>(at, sizeof(float), t.r_end - r)), t.r_end - r);
     }
   }
 }
 
 // ---- second product: expand ------------------------------------------------------------------------------------
 
-// to[r][c] = b[c][r] as floats, for `columns` columns; zero up to the next multiple of 16 columns.
+// to[j] = column r + j of up to 16 x 16 weights from row h on, zero past their ends.
 template <class T>
-inline void transpose(const ExpandTask& t, const char* b, int64_t columns, float* to) {
+inline void load_some_columns(const ExpandTask& t, int64_t h, int64_t r, int64_t columns, int64_t ranks, V* to) {
   if (t.b_columns != nullptr || t.b_row_stride == static_cast<int64_t>(sizeof(T))) {
     // Turned already: what lies side by side is wanted side by side.
-    for (int64_t r = 0; r < t.rank; ++r) {
-      const int64_t at = t.b_columns == nullptr ? r : t.b_columns[r];
-      widen<T>(b + at * t.b_column_stride, t.b_row_stride, columns, to + r * kBlockColumns);
+    const char* b = t.b + h * t.b_row_stride;
+    for (int64_t j = 0; j < kLanes; ++j) {
+      if (j < ranks) {
+        const int64_t at = t.b_columns == nullptr ? r + j : t.b_columns[r + j];
+        to[j] = load_some<T>(b + at * t.b_column_stride, t.b_row_stride, columns);
+      } else {
+        to[j] = zero();
+      }
     }
     return;
   }
-  for (int64_t c = 0; c < columns; c += kLanes) {
-    for (int64_t r = 0; r < t.rank; r += kLanes) {
-      const char* from = b + c * t.b_row_stride + r * t.b_column_stride;
-      float* block = to + r * kBlockColumns + c;
-      const int64_t ranks = smaller(kLanes, t.rank - r);
-      if (ranks == kLanes && columns - c >= kLanes && t.b_column_stride == static_cast<int64_t>(sizeof(T))) {
-        transpose_block(reinterpret_cast<const T*>(from), t.b_row_stride, block, kBlockColumns);
-        continue;
-      }
-      for (int64_t i = 0; i < kLanes; ++i) {
-        alignas(64) float row[kLanes] = {};
-        if (c + i < columns) store(row, load_some<T>(from + i * t.b_row_stride, t.b_column_stride, ranks));
-        for (int64_t j = 0; j < ranks; ++j) block[j * kBlockColumns + i] = row[j];
+  const char* from = t.b + h * t.b_row_stride + r * t.b_column_stride;
+  if (columns >= kLanes && ranks >= kLanes && t.b_column_stride == static_cast<int64_t>(sizeof(T))) {
+    load_columns(reinterpret_cast<const T*>(from), t.b_row_stride, to);
+    return;
+  }
+  alignas(64) float transposed[kLanes][kLanes] = {};
+  for (int64_t i = 0; i < kLanes && i < columns; ++i) {
+    alignas(64) float row[kLanes];
+    store(row, load_some<T>(from + i * t.b_row_stride, t.b_column_stride, ranks));
+    for (int64_t j = 0; j < kLanes; ++j) transposed[j][i] = row[j];
+  }
+  for (int64_t j = 0; j < kLanes; ++j) to[j] = load(transposed[j]);
+}
+
+// The end of a result: vectors d[m][n] of rows `rows` at `column`. kWhole: they lie inside out, and y is contiguous.
+template <class T, int M, int N, bool kWhole>
+inline void finish(const ExpandTask& t, const int64_t* rows, int64_t column, V (&d)[M][N]) {
+  const V scale = t.device_rounding ? round_half(broadcast(t.scale)) : broadcast(t.scale);
+  const int64_t left = t.h_end - column;
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m) {
+    const char* y = t.y + rows[m] * t.y_row_stride + column * t.y_column_stride;
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) {
+      const V yv = kWhole ? load(reinterpret_cast<const T*>(y) + n * kLanes)
+                          : load_some<T>(y + n * kLanes * t.y_column_stride, t.y_column_stride, left);
+      d[m][n] = t.device_rounding ? fma(broadcast(1.0f), round_half(mul(round_half(d[m][n]), scale)), yv)
+                                  : fma(scale, d[m][n], yv);
+    }
+  }
+  // Stored after the last load: rows often lie a multiple of 4096 bytes apart, and a load that follows a store to the
+  // same offset in another page waits for it.
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m) {
+    T* out = reinterpret_cast<T*>(t.out + rows[m] * t.out_row_stride) + column;
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) {
+      if (kWhole) {
+        store(out + n * kLanes, d[m][n]);
+      } else {
+        store_some<T>(reinterpret_cast<char*>(out + n * kLanes), d[m][n], left);
       }
     }
   }
 }
 
-template <class T>
-inline V accumulate(const ExpandTask& t, V d, V scale, V y) {
-  if (!t.device_rounding) return fma(scale, d, y);
-  return fma(broadcast(1.0f), round_half(mul(round_half(d), scale)), y);
+// Few rows: each weight goes from memory to registers, and is used there.
+template <class T, int M>
+inline void expand_few(int64_t m, const ExpandTask& t) {
+  if (m != M) {
+    if constexpr (M > 1) expand_few<T, M - 1>(m, t);
+    return;
+  }
+  const bool contiguous = t.y_column_stride == static_cast<int64_t>(sizeof(T));
+  for (int64_t h = t.h_begin; h < t.h_end; h += kLanes) {
+    V d[M][1];
+#pragma GCC unroll 16
+    for (int i = 0; i < M; ++i) d[i][0] = zero();
+    for (int64_t r = 0; r < t.rank; r += kLanes) {
+      V b[kLanes];
+      load_some_columns<T>(t, h, r, t.h_end - h, t.rank - r, b);
+      const int64_t ranks = smaller(kLanes, t.rank - r);
+      if (ranks == kLanes) {
+#pragma GCC unroll 16
+        for (int j = 0; j < kLanes; ++j) {
+#pragma GCC unroll 16
+          for (int i = 0; i < M; ++i) d[i][0] = fma(broadcast(t.z[i * t.z_row_stride + r + j]), b[j], d[i][0]);
+        }
+      } else {
+        for (int64_t j = 0; j < ranks; ++j) {
+#pragma GCC unroll 16
+          for (int i = 0; i < M; ++i) d[i][0] = fma(broadcast(t.z[i * t.z_row_stride + r + j]), b[j], d[i][0]);
+        }
+      }
+    }
+    if (contiguous && t.h_end - h >= kLanes) {
+      finish<T, M, 1, true>(t, t.rows, h, d);
+    } else {
+      finish<T, M, 1, false>(t, t.rows, h, d);
+    }
+  }
 }
 
-template <class T, int M, int N>
-inline void expand_tile(const ExpandTask& t, int64_t first_row, const float* b, int64_t column, int64_t columns) {
+// Many rows: weights are transposed once, in panels of kTileVectors vectors, rank by rank.
+constexpr int64_t kPanelColumns = kTileVectors * kLanes;
+
+template <class T>
+inline void transpose(const ExpandTask& t, int64_t h, int64_t columns, float* to) {
+  for (int64_t c = 0; c < columns; c += kLanes) {
+    float* panel = to + c / kPanelColumns * kPanelColumns * t.rank + c % kPanelColumns;
+    for (int64_t r = 0; r < t.rank; r += kLanes) {
+      V b[kLanes];
+      load_some_columns<T>(t, h + c, r, columns - c, t.rank - r, b);
+      const int64_t ranks = smaller(kLanes, t.rank - r);
+      for (int64_t j = 0; j < ranks; ++j) store(panel + (r + j) * kPanelColumns, b[j]);
+    }
+  }
+}
+
+template <class T, int M, int N, bool kWhole>
+inline void expand_tile(const ExpandTask& t, int64_t first_row, const float* b, int64_t column) {
   const float* z = t.z + first_row * t.z_row_stride;
   V d[M][N];
+#pragma GCC unroll 16
   for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 16
     for (int n = 0; n < N; ++n) d[m][n] = zero();
   }
-  for (int64_t r = 0; r < t.rank; ++r) {
+  for (int64_t r = 0; r < t.rank; ++r, b += kPanelColumns) {
     V bv[N];
-    for (int n = 0; n < N; ++n) bv[n] = load(b + r * kBlockColumns + n * kLanes);
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) bv[n] = load(b + n * kLanes);
+#pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
       const V zv = broadcast(z[m * t.z_row_stride + r]);
+#pragma GCC unroll 16
       for (int n = 0; n < N; ++n) d[m][n] = fma(zv, bv[n], d[m][n]);
     }
   }
-  const V scale = t.device_rounding ? round_half(broadcast(t.scale)) : broadcast(t.scale);
-  for (int m = 0; m < M; ++m) {
-    const int64_t row = t.rows[first_row + m];
-    const char* y = t.y + row * t.y_row_stride + column * t.y_column_stride;
-    char* out = t.out + row * t.out_row_stride + column * static_cast<int64_t>(sizeof(T));
-    for (int n = 0; n < N; ++n) {
-      const int64_t left = columns - n * kLanes;
-      const V yv = load_some<T>(y + n * kLanes * t.y_column_stride, t.y_column_stride, left);
-      store_some<T>(out + n * kLanes * static_cast<int64_t>(sizeof(T)), accumulate<T>(t, d[m][n], scale, yv), left);
-    }
-  }
-}
-
-template <class T, int M, int N>
-inline void expand_vectors(int64_t n, const ExpandTask& t, int64_t first_row, const float* b, int64_t column,
-                           int64_t columns) {
-  if (n == N) {
-    expand_tile<T, M, N>(t, first_row, b, column, columns);
-  } else if constexpr (N > 1) {
-    expand_vectors<T, M, N - 1>(n, t, first_row, b, column, columns);
-  }
+  finish<T, M, N, kWhole>(t, t.rows + first_row, column, d);
 }
 
 template <class T, int M>
-inline void expand_rows(int64_t m, const ExpandTask& t, int64_t first_row, const float* b, int64_t column,
-                        int64_t columns) {
-  if (m == M) {
-    constexpr int64_t kVectors = kTileSums / M < kTileVectors ? kTileSums / M : kTileVectors;
-    for (int64_t c = 0; c < columns; c += kVectors * kLanes) {
-      const int64_t left = columns - c;
-      expand_vectors<T, M, static_cast<int>(kVectors)>(smaller(kVectors, (left + kLanes - 1) / kLanes), t, first_row,
-                                                       b + c, column + c, left);
+inline void expand_rows(int64_t m, const ExpandTask& t, int64_t first_row, const float* b, int64_t h, int64_t columns) {
+  if (m != M) {
+    if constexpr (M > 1) expand_rows<T, M - 1>(m, t, first_row, b, h, columns);
+    return;
+  }
+  int64_t c = 0;
+  if (t.y_column_stride == static_cast<int64_t>(sizeof(T))) {
+    for (; c + kPanelColumns <= columns; c += kPanelColumns) {
+      expand_tile<T, M, kTileVectors, true>(t, first_row, b + c * t.rank, h + c);
     }
-  } else if constexpr (M > 1) {
-    expand_rows<T, M - 1>(m, t, first_row, b, column, columns);
+  }
+  for (; c < columns; c += kLanes) {
+    const float* panel = b + c / kPanelColumns * kPanelColumns * t.rank + c % kPanelColumns;
+    expand_tile<T, M, 1, false>(t, first_row, panel, h + c);
   }
 }
 
 template <class T>
 void expand(ExpandTask& t) {
   t.ran = kName;
-  for (int64_t h = t.h_begin; h < t.h_end; h += kBlockColumns) {
-    const int64_t columns = smaller(kBlockColumns, t.h_end - h);
-    transpose<T>(t, t.b + h * t.b_row_stride, columns, t.scratch);
+  if (t.row_count <= kTileRows) {
+    expand_few<T, kTileRows>(t.row_count, t);
+    return;
+  }
+  const int64_t most = expand_block_columns(t.rank);
+  for (int64_t h = t.h_begin; h < t.h_end; h += most) {
+    const int64_t columns = smaller(most, t.h_end - h);
+    transpose<T>(t, h, columns, t.scratch);
     for (int64_t i = 0; i < t.row_count; i += kTileRows) {
       expand_rows<T, kTileRows>(smaller(kTileRows, t.row_count - i), t, i, t.scratch, h, columns);
     }

@@ -8,21 +8,31 @@
 
 namespace addlora::cpu {
 
-// Values along H1 that are converted at once, and columns of H2 that are transposed at once.
-constexpr int64_t kBlockK = 512;
-constexpr int64_t kBlockColumns = 256;
 // The most ranks and (row, rank) sums that one shrink task may have.
 constexpr int64_t kMaxTaskRanks = 64;
-constexpr int64_t kMaxTaskSums = 2048;
+constexpr int64_t kMaxTaskSums = 8192;
 // The most rows of a register tile, in any kernel set.
 constexpr int64_t kMaxTileRows = 6;
 // Lanes of the logical vector, in every kernel set: the order of operations must not depend on it.
 constexpr int64_t kLanes = 16;
 
-constexpr size_t kShrinkScratchFloats =
-    kMaxTaskSums * kLanes + kMaxTaskRanks * kBlockK + kMaxTileRows * kBlockK;
+// Shrink with many rows: the weights that are converted at once, which stay in the first cache.
+constexpr int64_t kRangeRanks = 16;
+constexpr int64_t kPieceK = 256;
+// With few rows: the values of x that are converted at once.
+constexpr int64_t kFewFloats = 6144;
+constexpr size_t kShrinkScratchFloats = kMaxTaskSums * kLanes + kFewFloats + kRangeRanks * kPieceK;
+
+// Columns of H2 that are transposed at once: as many as stay in the second cache beside the rows of y and out, and a
+// multiple of any tile's.
+constexpr int64_t kBlockFloats = 32768;
+constexpr int64_t kMaxTileColumns = 64;
+constexpr int64_t expand_block_columns(int64_t rank) {
+  const int64_t tiles = kBlockFloats / rank / kMaxTileColumns;
+  return kMaxTileColumns * (tiles < 1 ? 1 : tiles);
+}
 constexpr size_t expand_scratch_floats(int64_t rank) {
-  return static_cast<size_t>(rank) * kBlockColumns;
+  return static_cast<size_t>(rank * expand_block_columns(rank));
 }
 
 // z[i, r] = x[rows[i]] . a[r] for the given rows (all of one adapter) and ranks r_begin..r_end; without a, z is x.

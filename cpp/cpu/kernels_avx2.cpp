@@ -8,7 +8,8 @@ namespace addlora::cpu {
 namespace {
 
 constexpr const char* kName = "avx2";
-constexpr int64_t kTileRows = 2;
+constexpr int kTileRows = 2;
+constexpr int kTileVectors = 2;
 constexpr int kTileSums = 4;
 
 struct V {
@@ -61,34 +62,37 @@ inline float reduce(V v) {
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
+// to[j] = column j of 8 x 8 values.
 template <class T>
-inline void transpose_8x8(const char* from, int64_t from_stride, float* to, int64_t to_stride) {
-  __m256 v[8], w[8];
-  for (int i = 0; i < 8; ++i) v[i] = load8(reinterpret_cast<const T*>(from + i * from_stride));
+inline void load_columns_8x8(const char* from, int64_t stride, __m256 (&to)[8]) {
+  __m256 v[8];
+  for (int i = 0; i < 8; ++i) to[i] = load8(reinterpret_cast<const T*>(from + i * stride));
   for (int i = 0; i < 8; i += 2) {
-    w[i] = _mm256_unpacklo_ps(v[i], v[i + 1]);
-    w[i + 1] = _mm256_unpackhi_ps(v[i], v[i + 1]);
+    v[i] = _mm256_unpacklo_ps(to[i], to[i + 1]);
+    v[i + 1] = _mm256_unpackhi_ps(to[i], to[i + 1]);
   }
   for (int i = 0; i < 8; i += 4) {
-    v[i] = _mm256_shuffle_ps(w[i], w[i + 2], 0x44);
-    v[i + 1] = _mm256_shuffle_ps(w[i], w[i + 2], 0xee);
-    v[i + 2] = _mm256_shuffle_ps(w[i + 1], w[i + 3], 0x44);
-    v[i + 3] = _mm256_shuffle_ps(w[i + 1], w[i + 3], 0xee);
+    to[i] = _mm256_shuffle_ps(v[i], v[i + 2], 0x44);
+    to[i + 1] = _mm256_shuffle_ps(v[i], v[i + 2], 0xee);
+    to[i + 2] = _mm256_shuffle_ps(v[i + 1], v[i + 3], 0x44);
+    to[i + 3] = _mm256_shuffle_ps(v[i + 1], v[i + 3], 0xee);
   }
   for (int i = 0; i < 4; ++i) {
-    store8(to + i * to_stride, _mm256_permute2f128_ps(v[i], v[i + 4], 0x20));
-    store8(to + (i + 4) * to_stride, _mm256_permute2f128_ps(v[i], v[i + 4], 0x31));
+    v[i] = _mm256_permute2f128_ps(to[i], to[i + 4], 0x20);
+    v[i + 4] = _mm256_permute2f128_ps(to[i], to[i + 4], 0x31);
   }
+  for (int i = 0; i < 8; ++i) to[i] = v[i];
 }
 
 template <class T>
-inline void transpose_block(const T* from, int64_t from_stride, float* to, int64_t to_stride) {
+inline void load_columns(const T* from, int64_t stride, V* to) {
   const char* rows = reinterpret_cast<const char*>(from);
-  for (int64_t i = 0; i < 16; i += 8) {
-    for (int64_t j = 0; j < 16; j += 8) {
-      transpose_8x8<T>(rows + i * from_stride + j * static_cast<int64_t>(sizeof(T)), from_stride,
-                       to + j * to_stride + i, to_stride);
-    }
+  for (int64_t j = 0; j < 16; j += 8) {
+    __m256 v[8];
+    load_columns_8x8<T>(rows + j * static_cast<int64_t>(sizeof(T)), stride, v);
+    for (int64_t i = 0; i < 8; ++i) to[j + i].low = v[i];
+    load_columns_8x8<T>(rows + 8 * stride + j * static_cast<int64_t>(sizeof(T)), stride, v);
+    for (int64_t i = 0; i < 8; ++i) to[j + i].high = v[i];
   }
 }
 

@@ -7,7 +7,8 @@ namespace addlora::cpu {
 namespace {
 
 constexpr const char* kName = "avx512";
-constexpr int64_t kTileRows = 6;
+constexpr int kTileRows = 6;
+constexpr int kTileVectors = 4;
 constexpr int kTileSums = 24;
 
 using V = __m512;
@@ -47,33 +48,72 @@ inline float reduce(V v) {
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
-template <class T>
-inline void transpose_block(const T* from, int64_t from_stride, float* to, int64_t to_stride) {
+// Four pieces of 16 bytes, `step` bytes apart. They go where they belong as they are loaded, which costs no shuffle.
+inline __m512i load_pieces(const char* p, int64_t step) {
+  const auto piece = [&](int64_t i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i * step)); };
+  __m512i v = _mm512_castsi128_si512(piece(0));
+  v = _mm512_mask_broadcast_i32x4(v, 0x00f0, piece(1));
+  v = _mm512_mask_broadcast_i32x4(v, 0x0f00, piece(2));
+  return _mm512_mask_broadcast_i32x4(v, 0xf000, piece(3));
+}
+
+// In each 128-bit lane: 4 x 4 words of 32 bits, transposed.
+inline void transpose_words(__m512i (&v)[4]) {
+  const __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpackhi_epi32(v[0], v[1]);
+  const __m512i c = _mm512_unpacklo_epi32(v[2], v[3]), d = _mm512_unpackhi_epi32(v[2], v[3]);
+  v[0] = _mm512_unpacklo_epi64(a, c);
+  v[1] = _mm512_unpackhi_epi64(a, c);
+  v[2] = _mm512_unpacklo_epi64(b, d);
+  v[3] = _mm512_unpackhi_epi64(b, d);
+}
+
+inline void load_columns(const float* from, int64_t stride, V* to) {
   const char* rows = reinterpret_cast<const char*>(from);
-  V v[16], w[16];
-  for (int i = 0; i < 16; ++i) v[i] = load(reinterpret_cast<const T*>(rows + i * from_stride));
-  for (int i = 0; i < 16; i += 2) {
-    w[i] = _mm512_unpacklo_ps(v[i], v[i + 1]);
-    w[i + 1] = _mm512_unpackhi_ps(v[i], v[i + 1]);
+  for (int j = 0; j < 4; ++j) {
+    __m512i v[4];
+    for (int i = 0; i < 4; ++i) v[i] = load_pieces(rows + i * stride + 16 * j, 4 * stride);
+    transpose_words(v);
+    for (int i = 0; i < 4; ++i) to[4 * j + i] = _mm512_castsi512_ps(v[i]);
   }
-  for (int i = 0; i < 16; i += 4) {
-    for (int j = 0; j < 2; ++j) {
-      const __m512d low = _mm512_castps_pd(w[i + j]);
-      const __m512d high = _mm512_castps_pd(w[i + j + 2]);
-      v[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
-      v[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+}
+// A word is two neighbours.
+inline void load_columns(const Bfloat* from, int64_t stride, V* to) {
+  const char* rows = reinterpret_cast<const char*>(from);
+  for (int j = 0; j < 2; ++j) {
+    __m512i v[4];
+    for (int i = 0; i < 4; ++i) v[i] = load_pieces(rows + i * stride + 16 * j, 4 * stride);
+    transpose_words(v);
+    for (int i = 0; i < 4; ++i) {
+      to[8 * j + 2 * i] = _mm512_castsi512_ps(_mm512_slli_epi32(v[i], 16));
+      to[8 * j + 2 * i + 1] =
+          _mm512_castsi512_ps(_mm512_and_si512(v[i], _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
     }
   }
-  // v[4i + j] holds, in 128-bit lane q, column 4q + j of rows 4i .. 4i+3.
-  for (int j = 0; j < 4; ++j) {
-    const V ab_low = _mm512_shuffle_f32x4(v[j], v[4 + j], 0x88);
-    const V ab_high = _mm512_shuffle_f32x4(v[j], v[4 + j], 0xdd);
-    const V cd_low = _mm512_shuffle_f32x4(v[8 + j], v[12 + j], 0x88);
-    const V cd_high = _mm512_shuffle_f32x4(v[8 + j], v[12 + j], 0xdd);
-    store(to + j * to_stride, _mm512_shuffle_f32x4(ab_low, cd_low, 0x88));
-    store(to + (4 + j) * to_stride, _mm512_shuffle_f32x4(ab_high, cd_high, 0x88));
-    store(to + (8 + j) * to_stride, _mm512_shuffle_f32x4(ab_low, cd_low, 0xdd));
-    store(to + (12 + j) * to_stride, _mm512_shuffle_f32x4(ab_high, cd_high, 0xdd));
+}
+inline void load_columns(const Half* from, int64_t stride, V* to) {
+  // Lanes: rows 0-7 and 8-15 of columns 0-7, then of columns 8-15.
+  const char* rows = reinterpret_cast<const char*>(from);
+  __m512i v[8], w[8];
+  for (int i = 0; i < 8; ++i) {
+    const auto piece = [&](int64_t row, int64_t byte) {
+      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + row * stride + byte));
+    };
+    v[i] = _mm512_castsi128_si512(piece(i, 0));
+    v[i] = _mm512_mask_broadcast_i32x4(v[i], 0x00f0, piece(i + 8, 0));
+    v[i] = _mm512_mask_broadcast_i32x4(v[i], 0x0f00, piece(i, 16));
+    v[i] = _mm512_mask_broadcast_i32x4(v[i], 0xf000, piece(i + 8, 16));
+  }
+  for (int i = 0; i < 4; ++i) {
+    w[i] = _mm512_unpacklo_epi16(v[2 * i], v[2 * i + 1]);
+    w[i + 4] = _mm512_unpackhi_epi16(v[2 * i], v[2 * i + 1]);
+  }
+  for (int half = 0; half < 2; ++half) {
+    __m512i(&quad)[4] = reinterpret_cast<__m512i(&)[4]>(w[4 * half]);
+    transpose_words(quad);
+    for (int i = 0; i < 4; ++i) {
+      to[4 * half + i] = _mm512_cvtph_ps(_mm512_castsi512_si256(quad[i]));
+      to[4 * half + i + 8] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(quad[i], 1));
+    }
   }
 }
 

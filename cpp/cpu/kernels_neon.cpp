@@ -7,7 +7,8 @@ namespace addlora::cpu {
 namespace {
 
 constexpr const char* kName = "neon";
-constexpr int64_t kTileRows = 2;
+constexpr int kTileRows = 2;
+constexpr int kTileVectors = 2;
 constexpr int kTileSums = 4;  // 16 of the 32 registers
 
 struct V {
@@ -67,25 +68,27 @@ inline float reduce(V v) {
   return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
 }
 
+// to[j] = column j of 4 x 4 values.
 template <class T>
-inline void transpose_4x4(const char* from, int64_t from_stride, float* to, int64_t to_stride) {
+inline void load_columns_4x4(const char* from, int64_t stride, float32x4_t (&to)[4]) {
   float32x4_t v[4];
-  for (int i = 0; i < 4; ++i) v[i] = load4(reinterpret_cast<const T*>(from + i * from_stride));
+  for (int i = 0; i < 4; ++i) v[i] = load4(reinterpret_cast<const T*>(from + i * stride));
   const float32x4x2_t low = vtrnq_f32(v[0], v[1]);
   const float32x4x2_t high = vtrnq_f32(v[2], v[3]);
   for (int i = 0; i < 2; ++i) {
-    store4(to + i * to_stride, vcombine_f32(vget_low_f32(low.val[i]), vget_low_f32(high.val[i])));
-    store4(to + (i + 2) * to_stride, vcombine_f32(vget_high_f32(low.val[i]), vget_high_f32(high.val[i])));
+    to[i] = vcombine_f32(vget_low_f32(low.val[i]), vget_low_f32(high.val[i]));
+    to[i + 2] = vcombine_f32(vget_high_f32(low.val[i]), vget_high_f32(high.val[i]));
   }
 }
 
 template <class T>
-inline void transpose_block(const T* from, int64_t from_stride, float* to, int64_t to_stride) {
+inline void load_columns(const T* from, int64_t stride, V* to) {
   const char* rows = reinterpret_cast<const char*>(from);
-  for (int64_t i = 0; i < 16; i += 4) {
-    for (int64_t j = 0; j < 16; j += 4) {
-      transpose_4x4<T>(rows + i * from_stride + j * static_cast<int64_t>(sizeof(T)), from_stride,
-                       to + j * to_stride + i, to_stride);
+  for (int64_t j = 0; j < 16; j += 4) {
+    for (int part = 0; part < 4; ++part) {
+      float32x4_t v[4];
+      load_columns_4x4<T>(rows + 4 * part * stride + j * static_cast<int64_t>(sizeof(T)), stride, v);
+      for (int64_t i = 0; i < 4; ++i) to[j + i].part[part] = v[i];
     }
   }
 }

@@ -6,7 +6,8 @@ namespace addlora::cpu {
 namespace {
 
 constexpr const char* kName = "scalar";
-constexpr int64_t kTileRows = 1;
+constexpr int kTileRows = 1;
+constexpr int kTileVectors = 4;
 constexpr int kTileSums = 4;
 
 struct V {
@@ -108,10 +109,10 @@ inline float reduce(V v) {
   return v.lane[0];
 }
 template <class T>
-inline void transpose_block(const T* from, int64_t from_stride, float* to, int64_t to_stride) {
+inline void load_columns(const T* from, int64_t stride, V* to) {
   for (int64_t i = 0; i < 16; ++i) {
-    const V row = load(reinterpret_cast<const T*>(reinterpret_cast<const char*>(from) + i * from_stride));
-    for (int64_t j = 0; j < 16; ++j) to[j * to_stride + i] = row.lane[j];
+    const V row = load(reinterpret_cast<const T*>(reinterpret_cast<const char*>(from) + i * stride));
+    for (int64_t j = 0; j < 16; ++j) to[j].lane[i] = row.lane[j];
   }
 }
 
