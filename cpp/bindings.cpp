@@ -25,6 +25,7 @@
 #include "cpu/cpu_backend.hpp"
 #include "cpu/kernel_sets.hpp"
 #include "cpu/thread_pool.hpp"
+#include "gradients.hpp"
 #include "leading_dims.hpp"
 #include "rules.hpp"
 
@@ -517,6 +518,28 @@ void check_described(const py::tuple& y, const py::tuple& x, const py::tuple& we
   raise_if_refused(check_description(problem, cpu_backend()));
 }
 
+// One gradient of the operator, for the benchmark: g in y's place, `out` of the shape of what is wanted.
+void gradient(const std::string& wanted, const py::object& g, const py::object& x, const py::object& weight_b,
+              const py::object& indices, const py::object& weight_a, const py::object& layer_idx,
+              const py::object& scale, const py::object& y_offset, const py::object& out) {
+  Arguments arguments(g, x, weight_b, indices, weight_a, layer_idx, scale, y_offset, py::int_(-1), py::none(),
+                      py::none(), py::str("none"), py::str("float32"));
+  raise_if_refused(check_description(arguments.problem, *arguments.backend));
+  raise_if_refused(check_indices(arguments.problem));
+  const Operand result("out", out);
+  const Operand& like = wanted == "x" ? arguments.x : wanted == "weight_a" ? arguments.weight_a : arguments.weight_b;
+  const TensorView* shape = like.view();
+  if (result.view() == nullptr || shape == nullptr || result.view()->shape_text() != shape->shape_text() ||
+      result.view()->dtype != shape->dtype || !result.view()->is_contiguous() || !result.is_writable()) {
+    throw py::value_error("out: expected a writable, C-contiguous array like " + wanted);
+  }
+  arguments.problem.out = result.view();
+  const Gradient which = wanted == "x"          ? Gradient::kX
+                         : wanted == "weight_a" ? Gradient::kWeightA
+                                                : Gradient::kWeightB;
+  calls_without_lock.run([&] { compute_gradient(arguments.problem, which); });
+}
+
 // What the self test asks: (code of each phase, workspace bytes); y and out hold what the device left in them.
 py::tuple probe(const py::object& y, const py::object& x, const py::object& weight_b, const py::object& indices,
                 const py::object& weight_a, const py::object& layer_idx, const py::object& scale,
@@ -576,6 +599,7 @@ PYBIND11_MODULE(_core, module) {
   module.def("add_lora", &add_lora_call);
   module.def("add_lora_get_workspace_size", &get_workspace_size);
   module.def("add_lora_execute", &execute);
+  module.def("gradient", &gradient);
   module.def("probe", &probe);
 
   module.def("check_described", &check_described);

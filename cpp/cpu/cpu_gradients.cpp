@@ -48,14 +48,18 @@ void gradient_of_x(const Problem& forward) {
   const TensorView slice = slice_of(forward);
   const TensorView turned_b = turned(*forward.weight_b);
   const TensorView turned_a = forward.weight_a == nullptr ? TensorView{} : turned(*forward.weight_a);
+  // Zeros to add to: one row, read again and again.
+  const std::vector<float> zeros(static_cast<std::size_t>(forward.out->shape[1]));
+  TensorView zero_rows = *forward.out;
+  zero_rows.data = const_cast<float*>(zeros.data());
+  zero_rows.strides[0] = 0;
   Problem problem = forward;
-  problem.y = forward.out;
+  problem.y = &zero_rows;
   problem.x = &slice;
   problem.weight_b = forward.weight_a == nullptr ? &turned_b : &turned_a;
   problem.weight_a = forward.weight_a == nullptr ? nullptr : &turned_b;
   problem.y_offset = 0;
   problem.rounding = Rounding::kFloat32;
-  std::memset(forward.out->data, 0, bytes_of(*forward.out));
   if (forward.out->shape[0] > 0) cpu_backend().run(problem);
 }
 
@@ -120,8 +124,8 @@ class OuterProducts {
   }
 
  private:
-  static constexpr std::int64_t kShrinkRows = 64;
-  static constexpr std::int64_t kColumns = 256;
+  static constexpr std::int64_t kShrinkRows = 128;
+  static constexpr std::int64_t kColumns = 512;
 
   static std::int64_t divide_up(std::int64_t n, std::int64_t by) { return (n + by - 1) / by; }
 
@@ -202,25 +206,29 @@ class OuterProducts {
     task.y = zeros;
     task.y_row_stride = 0;
     task.y_column_stride = item_;
-    task.out = piece;
-    task.out_row_stride = kColumns * item_;
+    char* const out = at_layer(*forward_.out, group.adapter);
+    const bool is_a = wanted_ == Gradient::kWeightA;
+    task.out = is_a ? out + first * item_ : piece;
+    task.out_row_stride = is_a ? width_ * item_ : kColumns * item_;
     task.scale = static_cast<float>(forward_.scale);
     task.scratch = scratch;
     kernels_->expand[element_](task);
 
-    char* const out = at_layer(*forward_.out, group.adapter);
-    if (wanted_ == Gradient::kWeightA) {
-      for (std::int64_t r = 0; r < rank_; ++r) {
-        std::memcpy(out + (r * width_ + first) * item_, piece + r * kColumns * item_,
-                    static_cast<std::size_t>(columns * item_));
-      }
-      return;
+    if (is_a) return;
+    if (item_ == sizeof(std::uint16_t)) {
+      turn<std::uint16_t>(piece, out, first, columns);
+    } else {
+      turn<std::uint32_t>(piece, out, first, columns);
     }
-    for (std::int64_t c = 0; c < columns; ++c) {
-      for (std::int64_t r = 0; r < rank_; ++r) {
-        std::memcpy(out + ((first + c) * rank_ + r) * item_, piece + (r * kColumns + c) * item_,
-                    static_cast<std::size_t>(item_));
-      }
+  }
+
+  // [R, columns] to rows `first` .. of [H2, R].
+  template <class T>
+  void turn(const char* piece, char* out, std::int64_t first, std::int64_t columns) const {
+    const T* from = reinterpret_cast<const T*>(piece);
+    T* to = reinterpret_cast<T*>(out) + first * rank_;
+    for (std::int64_t c = 0; c < columns; ++c, to += rank_) {
+      for (std::int64_t r = 0; r < rank_; ++r) to[r] = from[r * kColumns + c];
     }
   }
 

@@ -163,7 +163,19 @@ inline void shrink_many(const ShrinkTask& t) {
     const int64_t steps = (count + kLanes - 1) / kLanes;
     for (int64_t range = 0; range < ranks; range += kRangeRanks) {
       const int64_t range_ranks = smaller(kRangeRanks, ranks - range);
-      for (int64_t r = 0; r < range_ranks; ++r) {
+      // Turned weights, as gradients read them: the ranks lie side by side.
+      const bool turned = t.a_row_stride == static_cast<int64_t>(sizeof(T)) && range_ranks == kLanes && count % kLanes == 0;
+      for (int64_t step = 0; turned && step < steps; ++step) {
+        const char* from = t.a + (t.r_begin + range) * t.a_row_stride + (k + step * kLanes) * t.a_column_stride;
+        V rank[kLanes];
+        load_columns(reinterpret_cast<const T*>(from), t.a_column_stride, rank);
+        for (int64_t r = 0; r < kLanes; ++r) {
+          const int64_t panel = r / kTileVectors * kTileVectors;
+          const int64_t width = smaller(kTileVectors, kLanes - panel);
+          store(a_block + (panel * steps + r - panel + step * width) * kLanes, rank[r]);
+        }
+      }
+      for (int64_t r = 0; r < range_ranks && !turned; ++r) {
         const int64_t panel = r / kTileVectors * kTileVectors;
         widen<T>(t.a + (t.r_begin + range + r) * t.a_row_stride + k * t.a_column_stride, t.a_column_stride, count,
                  a_block + (panel * steps + r - panel) * kLanes, smaller(kTileVectors, range_ranks - panel) * kLanes);
