@@ -93,6 +93,9 @@ void spoil(Choices& choices, Call& call) {
                                       &call.problem.indices, &call.problem.weight_a, &call.problem.out};
   const auto which = static_cast<std::size_t>(choices.below(std::size(tensors)));
   TensorView& view = tensors[which]->view;
+  for (const Tensor* tensor : tensors) {
+    if (tensor->view.ndim > addlora::kMaxDims) return;  // it is wrong already, and not all of its axes are held
+  }
   switch (choices.below(10)) {
     case 0: *given[which] = nullptr; break;
     case 1:
@@ -134,10 +137,12 @@ void spoil(Choices& choices, Call& call) {
     case 8: call.out.view.writable = false; break;
     default: {
       // out lies in the memory of an input.
-      if (call.out.view.ndim > addlora::kMaxDims) break;
-      const std::size_t bytes = static_cast<std::size_t>(call.out.count()) * addlora::dtype_bytes(call.out.view.dtype);
-      if (tensors[which] != &call.out && tensors[which]->bytes >= bytes) {
-        call.out.view.data = tensors[which]->memory.get() + (tensors[which]->bytes - bytes);
+      const TensorView& out = call.out.view;
+      if (call.out.empty()) break;
+      std::size_t extent = addlora::dtype_bytes(out.dtype);
+      for (int i = 0; i < out.ndim; ++i) extent += static_cast<std::size_t>((out.shape[i] - 1) * out.strides[i]);
+      if (tensors[which] != &call.out && tensors[which]->bytes >= extent) {
+        call.out.view.data = tensors[which]->memory.get() + (tensors[which]->bytes - extent);
       }
     }
   }
@@ -237,6 +242,7 @@ std::string random_call(Choices& choices, Counts& counts) {
   }
   for (std::size_t i = 0; i < std::size(tensors); ++i) {
     if (status.ok() && (tensors[i] == &call.out || (tensors[i] == &call.y && in_place))) continue;
+    if (status.ok() && tensors[i] == &call.weight_a && call.problem.weight_a == nullptr) continue;  // no input
     if (status.ok() && !apart) {
       if (elements_of(*tensors[i]) != elements[i]) return "an input that out lies in was changed";
     } else if (memory_of(*tensors[i]) != before[i]) {
