@@ -32,7 +32,7 @@ def test_every_test_named_here_exists():
 
 
 def test_every_promise_has_a_test():
-    rows = re.findall(r"^\| (.*?) \| (.*?) \|$", PAGE, flags=re.MULTILINE)
+    rows = re.findall(r"^\| (.*?) \| (.*?) \|$", PAGE.split("## One run")[0], flags=re.MULTILINE)
     promises = [proof for name, proof in rows if name not in ("promise", "fault", "case", "---")]
     assert len(promises) > 35
     assert all("`tests/" in proof for proof in promises)
