@@ -142,3 +142,106 @@ def test_the_banks_are_trainable_and_the_activation_comes_back():
     assert sorted(names) == ["d.bias", "d.lora_a", "d.lora_b", "d.weight"]
     assert model.d.unwrap() is dense
     assert dense(x).asnumpy().tobytes() == before.tobytes()
+
+
+KINDS = {
+    "float16": (ms.float16, 1e-2),
+    "bfloat16": (ms.bfloat16, 6e-2),
+    "float32": (ms.float32, 1e-4),
+}
+
+
+@pytest.mark.parametrize(
+    ("base", "bank"),
+    [("float32", "float16"), ("float32", "bfloat16"), ("float16", "float32")],
+)
+@pytest.mark.parametrize("leading", [(4,), (4, 3)], ids=["rows", "sequence"])
+@pytest.mark.parametrize("slices", [None, [(0, 8), (8, 8)]], ids=["whole", "sliced"])
+def test_a_bank_of_another_dtype(mode, base, bank, leading, slices):
+    dense = nn.Dense(24, 16, dtype=KINDS[base][0], activation="relu")
+    x = Tensor(draw(*leading, 24), KINDS[base][0])
+    alone = dense(x)
+    cell = mal.nn.LoraDense(dense, 8, 3, slices, dtype=KINDS[bank][0])
+    a, b = draw(4, 24) / 5, draw(16, 4) / 5
+    if slices is None:
+        cell.set_adapter(2, a, b, scaling=4.0)
+    else:
+        cell.set_adapter(2, [a, a], [b[:8], b[8:]], scaling=4.0)
+    slots = np.array([2, -1, 0, 3], np.int32)
+    out = cell(x, Tensor(slots))
+    assert out.dtype == alone.dtype
+    out, alone = out.asnumpy(), alone.asnumpy()
+    assert out[[1, 3]].tobytes() == alone[[1, 3]].tobytes()
+    merged = nn.Dense(24, 16, dtype=ms.float32, activation="relu")
+    weight = dense.weight.asnumpy().astype(np.float32) + 4.0 * b @ a
+    merged.weight.set_data(Tensor(weight))
+    merged.bias.set_data(Tensor(dense.bias.asnumpy().astype(np.float32)))
+    expected = merged(x.astype(ms.float32)).asnumpy()
+    reach = max(KINDS[base][1], KINDS[bank][1])
+    np.testing.assert_allclose(out[0].astype(np.float32), expected[0], atol=reach)
+    assert np.abs(expected[0] - alone[0]).max() > 3 * reach
+
+
+def test_base_rows_keep_negative_zeros_and_nans_beside_a_bank_of_another_dtype(mode):
+    dense = nn.Dense(24, 16, has_bias=False)
+    x = draw(2, 24)
+    x[0] = -0.0
+    x[1] = np.nan
+    alone = dense(Tensor(x)).asnumpy()
+    cell = mal.nn.LoraDense(dense, 8, 3, dtype=ms.float16)
+    out = cell(Tensor(x), Tensor(np.array([-1, 3], np.int32))).asnumpy()
+    assert out.tobytes() == alone.tobytes()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_model_that_computes_in_float16_over_float32_weights(mode, when):
+    dense = nn.Dense(24, 16, activation="relu")
+    x = Tensor(draw(3, 24))
+    if when == "before":
+        dense.to_float(ms.float16)
+        alone = dense(x).asnumpy()
+        cell = mal.nn.LoraDense(dense, 8, 3)
+    else:
+        cell = mal.nn.LoraDense(dense, 8, 3)
+        cell.to_float(ms.float16)
+        alone = cell(x, Tensor(np.full(3, -1, np.int32))).asnumpy()
+    assert alone.dtype == np.float16
+    a, b = draw(4, 24) / 5, draw(16, 4) / 5
+    cell.set_adapter(2, a, b)
+    out = cell(x, Tensor(np.array([2, -1, 7], np.int32))).asnumpy()
+    assert out.dtype == np.float16
+    assert out[1:].tobytes() == alone[1:].tobytes()
+    weight, bias = dense.weight.asnumpy() + b @ a, dense.bias.asnumpy()
+    expected = np.maximum(x.asnumpy()[0] @ weight.T + bias, 0)
+    np.testing.assert_allclose(out[0].astype(np.float32), expected, atol=2e-2)
+    assert np.abs(out[0].astype(np.float32) - alone[0]).max() > 0.2
+
+
+def test_a_bank_of_another_dtype_learns(mode):
+    cell = mal.nn.LoraDense(nn.Dense(24, 16), 8, 3, dtype=ms.float16)
+    x, slots = Tensor(draw(3, 24)), Tensor(np.array([1, -1, 1], np.int32))
+
+    def total(x):
+        return cell(x, slots).sum()
+
+    _, grads = ms.value_and_grad(total, None, [cell.lora_a, cell.lora_b])(x)
+    assert np.abs(grads[1].asnumpy()[1]).max() > 0, "B begins as zeros: it must learn from there"
+    assert not grads[1].asnumpy()[[0, 2]].any()
+
+
+@pytest.mark.parametrize("base", ["dense", "relu", "linear"])
+def test_a_vector(mode, base):
+    dense = BASES[base]()
+    x = Tensor(draw(24))
+    alone = dense(x).asnumpy()
+    cell = mal.nn.LoraDense(dense, 8, 3)
+    a, b = draw(4, 24), draw(16, 4)
+    cell.set_adapter(2, a, b)
+    none = cell(x, Tensor(np.array([-1], np.int32))).asnumpy()
+    assert none.shape == (16,)
+    assert none.tobytes() == alone.tobytes()
+    out = cell(x, Tensor(np.array([2], np.int32))).asnumpy()
+    expected = dense.weight.asnumpy() @ x.asnumpy() + dense.bias.asnumpy() + b @ (a @ x.asnumpy())
+    if base == "relu":
+        expected = np.maximum(expected, 0)
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4)

@@ -77,7 +77,7 @@ def padding(ranks: int) -> int:
     return blocks.padding(ranks)
 
 
-def _rows_of(indices: Tensor, y: Tensor) -> Tensor:
+def rows_of(indices: Tensor, y: Tensor) -> Tensor:
     """One index for each row of y, flat."""
     if indices.ndim == 1 and y.ndim > 2 and indices.shape[0] == y.shape[0]:
         tokens = 1
@@ -130,7 +130,7 @@ def add_lora(
     h1 = None if weight_a is None else x.shape[-1]
     check_sizes(adapters, layers, h2, rank, h1, y.shape[-1])
     total, values = _flat(y, x)
-    rows = _rows_of(indices, y)
+    rows = rows_of(indices, y)
 
     if layers > _MAX_LAYERS:
         weight_b = weight_b[:, layer_idx : layer_idx + 1]
@@ -185,7 +185,7 @@ def add_lora_in_blocks(
     if bank_blocks[-1][1][0] > 0:
         check_layer_is_constant(layer_idx)
     total, values = _flat(y, x)
-    rows = _rows_of(indices, y)
+    rows = rows_of(indices, y)
     for number in range(len(bank_blocks)):
         (first, count), (first_layer, layers), _ = bank_blocks[number]
         if len(bank_blocks) == 1 or first_layer <= layer_idx < first_layer + layers:

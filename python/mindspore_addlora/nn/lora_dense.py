@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import mindspore as ms
 import numpy as np
 import numpy.typing as npt
 from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.ops.primitive import constexpr
 
 from .. import _bank
+from ..ascend.ops import rows_of
 from .add_lora import AddLora
 
 __all__ = ["LoraDense", "Route"]
@@ -92,7 +94,8 @@ class LoraDense(nn.Cell):
         num_adapters (int): W, the slots of the bank.
         slices (Sequence[tuple[int, int]], optional): (offset, size) of the parts of a fused projection, each with an
             adapter of its own: ``[(0, 64), (64, 32), (96, 32)]`` for q, k and v. Default: ``None``, one for all columns.
-        dtype (mindspore.dtype, optional): That of the bank. Default: ``None``, the base weight's.
+        dtype (mindspore.dtype, optional): That of the bank. Default: ``None``, the base weight's. Where the cell computes
+            in another one (``to_float`` too), x is cast, and the products are summed apart and then added.
         route (Route, optional): The rows' slots, where a model routes them (``MultiLora``).
 
     Inputs:
@@ -142,6 +145,7 @@ class LoraDense(nn.Cell):
         out_features, in_features = base.weight.shape
         self.slices = _check_slices(slices, out_features)
         dtype = base.weight.dtype if dtype is None else dtype
+        self.dtype = dtype
         cells = [
             AddLora(
                 in_features,
@@ -185,16 +189,36 @@ class LoraDense(nn.Cell):
 
     def construct(self, x: Tensor, indices: Tensor | None = None) -> Tensor:
         y = self.base(x)
+        is_vector = x.ndim == 1
+        if is_vector:
+            x, y = ops.reshape(x, (1, -1)), ops.reshape(y, (1, -1))
         slots = self._routed(x) if indices is None else indices
-        for lora in self.loras:
-            y = lora(y, x, slots)
+        y = self._adapted(self.loras, y, x, slots)
         if self.trained_rows is not None:
             trained_slots = self._among(x, self.trained_rows, self.trained_tokens)
-            for lora in self.trained:
-                y = lora(y, x, trained_slots)
+            y = self._adapted(self.trained, y, x, trained_slots)
+        if is_vector:
+            y = ops.reshape(y, (-1,))
         if self.activation is not None:
             y = self.activation(y)
         return y
+
+    def _adapted(self, loras: tuple[AddLora, ...], y: Tensor, x: Tensor, slots: Tensor) -> Tensor:
+        """y with the products of a bank, computed in the bank's dtype."""
+        if x.dtype != self.dtype:
+            x = ops.cast(x, self.dtype)
+        if y.dtype == self.dtype:
+            for lora in loras:
+                y = lora(y, x, slots)
+            return y
+        total = ops.cast(ops.zeros_like(y), self.dtype)
+        for lora in loras:
+            total = lora(total, x, slots)
+        rows = ops.reshape(rows_of(slots, y), y.shape[:-1] + (1,))
+        has_adapter = ops.logical_and(rows >= 0, rows < loras[0].num_adapters)
+        added = ops.cast(ops.cast(y, ms.float32) + ops.cast(total, ms.float32), y.dtype)
+        # Chosen, not added: -0 + 0 is 0, and a NaN that takes part in an addition is another one.
+        return ops.select(has_adapter, added, y)
 
     def _routed(self, x: Tensor) -> Tensor:
         """The routed slots of x's rows: of its tokens, where the batch has been flattened."""
@@ -343,6 +367,12 @@ class LoraDense(nn.Cell):
         for name in ("trained_rows", "trained_tokens"):
             delattr(self, name)
             setattr(self, name, None)
+
+    def add_flags_recursive(self, **flags: Any) -> nn.Cell:
+        """Flags, such as those of ``to_float``, are the base's too, which is no child here."""
+        super().add_flags_recursive(**flags)
+        self.base.add_flags_recursive(**flags)
+        return self
 
     def bank(self) -> tuple[Parameter, ...]:
         """The parameters that hold the adapters."""
