@@ -402,26 +402,102 @@ def test_a_dynamic_batch(tmp_path):
         np.testing.assert_allclose(model(Tensor(x[:n])).asnumpy(), expected, atol=1e-6)
 
 
-def test_one_cell_in_two_places(mode, tmp_path):
-    class Tied(nn.Cell):
-        def __init__(self):
-            super().__init__()
-            self.first = nn.Dense(8, 8)
-            self.second = self.first
+class Tied(nn.Cell):
+    """One dense cell, with an activation, in two places."""
 
-        def construct(self, x):
-            return self.second(self.first(x))
+    def __init__(self):
+        super().__init__()
+        self.first_proj = nn.Dense(8, 8, activation="relu")
+        self.block = nn.SequentialCell(self.first_proj)
 
-    sys.modules[__name__].Tied = Tied
+    def construct(self, x):
+        return self.block(self.first_proj(x))
+
+
+@pytest.mark.parametrize("adapted", ["first_proj", "block.0"])
+@pytest.mark.parametrize("targets", [["first_proj"], r".*"])
+def test_one_cell_in_two_places_has_an_adapter_in_each(mode, tmp_path, adapted, targets):
+    """PEFT goes through the modules without repeats: it adapts a shared one where it comes first, and there only."""
     model = Tied()
-    lora = mal.MultiLora(model, ["first"], 4, 2)
-    assert model.first is model.second
-    lora.load_adapter(write(tmp_path / "a", {"first": weights(2, 8, 8)}), "a")
+    weight, bias = model.first_proj.weight, model.first_proj.bias
+    x = np.random.default_rng(3).standard_normal((3, 8)).astype(np.float32)
+    base = model(Tensor(x)).asnumpy()
+    parameters = [parameter.name for parameter in model.get_parameters()]
+    lora = mal.MultiLora(model, targets, 4, 2)
+    one = weights(2, 8, 8)
+    lora.load_adapter(write(tmp_path / "a", {adapted: one}, target_modules=r".*"), "a")
+    lora.route(["a", None, "a"])
+    out = model(Tensor(x)).asnumpy()
+
+    def dense(x, has_adapter):
+        product = x @ weight.asnumpy().T + bias.asnumpy()
+        return np.maximum(product + delta(x, one) if has_adapter else product, 0)
+
+    expected = dense(dense(x, adapted == "first_proj"), adapted == "block.0")
+    np.testing.assert_allclose(out[::2], expected[::2], rtol=1e-5, atol=1e-5)
+    assert np.abs(out[::2] - base[::2]).max() > 1e-2
+    assert out[1].tobytes() == base[1].tobytes()
+    lora.detach()
+    assert model.first_proj is model.block[0]
+    assert model(Tensor(x)).asnumpy().tobytes() == base.tobytes()
+    assert [parameter.name for parameter in model.get_parameters()] == parameters
+
+
+class Inner(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.q_proj = nn.Dense(8, 8)
+
+    def construct(self, x):
+        return self.q_proj(x)
+
+
+class Outer(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.inner = Inner()
+
+    def construct(self, x):
+        return self.inner(x) * 2
+
+
+def test_a_block_that_is_used_twice(mode, tmp_path):
+    model = nn.SequentialCell(Inner())
+    model.append(model[0])
+    x = Tensor(np.random.default_rng(3).standard_normal((3, 8)).astype(np.float32))
+    base = model(x).asnumpy()
+    lora = mal.MultiLora(model, ["q_proj"], 4, 2)
+    one = weights(2, 8, 8)
+    lora.load_adapter(write(tmp_path / "a", {"0.q_proj": one}, target_modules=["q_proj"]), "a")
+    lora.route(["a", None, "a"])
+    out = model(x).asnumpy()
+    dense = model[0].q_proj
+    h = x.asnumpy()
+    for _ in range(2):
+        h = h @ dense.weight.asnumpy().T + dense.bias.asnumpy() + delta(h, one)
+    np.testing.assert_allclose(out[::2], h[::2], rtol=1e-4, atol=1e-4)
+    assert out[1].tobytes() == base[1].tobytes()
+
+
+def test_cells_that_hold_each_other():
+    model = Outer()
+    model.inner.insert_child_to_cell("owner", model)
+    lora = mal.MultiLora(model, ["q_proj"], 4, 2)
+    assert [target.path for target in lora._targets] == ["inner.q_proj"]
+
+
+def test_a_part_of_the_model_that_was_called_by_itself(tmp_path):
+    ms.set_context(mode=ms.GRAPH_MODE)
+    model = Outer()
+    x = Tensor(np.ones((2, 8), np.float32))
+    whole, part = model(x).asnumpy(), model.inner(x).asnumpy()
+    lora = mal.MultiLora(model, ["q_proj"], 4, 2)
+    lora.load_adapter(write(tmp_path / "a", {"inner.q_proj": weights(2, 8, 8)}), "a")
     lora.route(["a"])
-    x = np.ones((1, 8), np.float32)
-    once = model.first.base(Tensor(x)).asnumpy() + delta(x, weights(2, 8, 8))
-    twice = model.first.base(Tensor(once)).asnumpy() + delta(once, weights(2, 8, 8))
-    np.testing.assert_allclose(model(Tensor(x)).asnumpy(), twice, rtol=1e-5, atol=1e-5)
+    assert np.abs(model(x).asnumpy() - whole)[0].max() > 0.01
+    assert np.abs(model.inner(x).asnumpy() - part)[0].max() > 0.01
+    lora.detach()
+    assert model.inner(x).asnumpy().tobytes() == part.tobytes()
 
 
 def test_other_names_and_float16(mode, tmp_path):

@@ -237,25 +237,22 @@ class MultiLora:
             raise ValueError(
                 f"packed_modules: expected names of cells in target_modules, got {', '.join(sorted(unused))}"
             )
-        # Every name that an adapter may have for a dense cell of this model, attached or not.
-        self._dense_names = [name for place in places for name in self._names(place.path)]
+        self._dense_names = self._all_names(places)
         self._route = Route(max_rows, f"{chosen[0].path}.")
         self._places = chosen
         self._targets: list[_Target] = []
-        cells: dict[int, LoraDense] = {}
         try:
             for place in chosen:
-                if id(place.cell) not in cells:
-                    cells[id(place.cell)] = self._wrap(place, dtype)
+                self._wrap(place, dtype)
         except BaseException:
-            for cell in cells.values():
-                cell.unwrap()
+            for target in self._targets:
+                target.cell.unwrap()
             raise
-        for place in chosen:
-            _replace(place, cells[id(place.cell)])
-        model.compile_cache.clear()  # a compiled graph would go on with the cells that it was made of
+        for place, target in zip(chosen, self._targets, strict=True):
+            _replace(place, target.cell)
+        _forget_graphs(model)
 
-    def _wrap(self, place: _Place, dtype: Any) -> LoraDense:
+    def _wrap(self, place: _Place, dtype: Any) -> None:
         parts = self._packed.get(place.path.rpartition(".")[2], {})
         slices, rank = None, self._max_rank
         stacked = None in parts.values()
@@ -283,7 +280,17 @@ class MultiLora:
             parameter.name = f"{place.path}.{parameter.name}"
             parameter.requires_grad = False
         self._targets.append(_Target(place.path, cell, self._names(place.path), stacked))
-        return cell
+
+    def _all_names(self, places: Sequence[_Place]) -> dict[str, list[str]]:
+        """Every name that an adapter may have for a dense cell of this model, attached or not, with all names of that
+        cell: a shared one has several."""
+        of_cell: dict[tuple[int, int], list[str]] = {}
+        found = {}
+        for place in places:
+            for part, name in enumerate(self._names(place.path)):
+                found[name] = of_cell.setdefault((id(place.cell), part), [])
+                found[name].append(name)
+        return found
 
     def _names(self, path: str) -> tuple[str, ...]:
         """What adapters call a cell, or the parts of a fused one."""
@@ -370,11 +377,12 @@ class MultiLora:
                 raise ValueError(
                     f"{adapter.path}: expected modules in target_modules, got {name}, to which nothing is attached"
                 )
-        names = self._dense_names
-        if adapter.config.get("target_modules") == "all-linear":
+        names = list(self._dense_names)
+        if str(adapter.config.get("target_modules")).lower() == "all-linear":
             names = [name for name in names if name.rpartition(".")[2] not in OUTPUT_LAYERS]
         for name in peft.targeted(adapter.config, names):
-            if name not in adapter.modules:
+            # PEFT adapts a shared module in one of its places only.
+            if not any(one in adapter.modules for one in self._dense_names[name]):
                 raise ValueError(
                     f"{adapter.path}: expected tensors for every dense cell that its target_modules name, got none for "
                     f"{name}"
@@ -570,7 +578,7 @@ class MultiLora:
                         parameters.append(parameter)
                 self._trained, self._trained_route = tuple(names), route
             self._write_route(self._routed, self._tokens_per_row)
-            self._model.compile_cache.clear()
+            _forget_graphs(self._model)
             return parameters
 
     def _store_trained(self) -> None:
@@ -629,7 +637,7 @@ class MultiLora:
                     target.cell.end_training()
                 target.cell.unwrap()
             self._trained, self._trained_route = (), None
-            self._model.compile_cache.clear()
+            _forget_graphs(self._model)
             self._attached = False
             self._adapters.clear()
             self._routed = ()
@@ -750,16 +758,17 @@ def _renaming(rename: Callable[[str], str] | Mapping[str, str] | None) -> Callab
     return renamed
 
 
-def _dense_places(cell: nn.Cell, path: str = "") -> Iterator[_Place]:
-    """The places of the model's dense cells, and of those that hold adapters already."""
+def _dense_places(cell: nn.Cell, path: str = "", seen: set[int] | None = None) -> Iterator[_Place]:
+    """The places of the model's dense cells, and of those that hold adapters already. A cell that holds others is gone
+    through once, however often it is used."""
+    seen = {id(cell)} if seen is None else seen
     for name, child in cell._cells.items():
-        if child is None:
-            continue
         child_path = f"{path}.{name}" if path else name
         if isinstance(child, (*_DENSE, LoraDense)):
             yield _Place(cell, name, child_path, child)
-        else:
-            yield from _dense_places(child, child_path)
+        elif child is not None and id(child) not in seen:
+            seen.add(id(child))
+            yield from _dense_places(child, child_path, seen)
 
 
 def _choose(places: list[_Place], target_modules: Sequence[str] | str) -> list[_Place]:
@@ -785,9 +794,16 @@ def _choose(places: list[_Place], target_modules: Sequence[str] | str) -> list[_
             raise ValueError(
                 f"target_modules: expected cells without adapters (detach first), got {place.path}, a LoraDense"
             )
-    # A cell that hangs in several places is one cell: all of them are swapped.
+    # All places of a shared cell are swapped, each for a bank of its own: its activation moves out of it.
     cells = {id(place.cell) for place in picked}
     return [place for place in places if id(place.cell) in cells]
+
+
+def _forget_graphs(model: nn.Cell) -> None:
+    """A compiled graph, of the model or of a part that was called by itself, would go on with the cells that it was made
+    of."""
+    for _, cell in model.cells_and_names():
+        cell.compile_cache.clear()
 
 
 def _replace(place: _Place, cell: nn.Cell) -> None:

@@ -89,7 +89,8 @@ class LoraDense(nn.Cell):
 
     Args:
         base (Union[mindspore.nn.Dense, mindspore.mint.nn.Linear]): The cell, whose parameters are neither copied nor
-            changed, and keep their names. Its activation is applied after the adapters.
+            changed, and keep their names. Its activation moves here, to come after the adapters; :meth:`unwrap` gives it
+            back.
         rank (int): R, the most ranks that an adapter may have (for each slice).
         num_adapters (int): W, the slots of the bank.
         slices (Sequence[tuple[int, int]], optional): (offset, size) of the parts of a fused projection, each with an
@@ -182,8 +183,8 @@ class LoraDense(nn.Cell):
         object.__setattr__(self, "trained", ())
         self.trained_rows = None
         self.trained_tokens = None
-        # The adapters come before it.
-        self.activation = base.activation if getattr(base, "activation_flag", False) else None
+        # The adapters come before it. The flag may be down already: a base can be shared.
+        self.activation = getattr(base, "activation", None)
         if self.activation is not None:
             base.activation_flag = False
 
