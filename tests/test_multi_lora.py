@@ -255,6 +255,17 @@ def test_modules_and_shapes_that_do_not_fit(loaded, tmp_path):
         refused(loaded, lambda folder=folder: loaded.load_adapter(folder, "x"), ValueError, words)
 
 
+def test_an_adapter_of_a_fused_cell_as_a_whole_where_its_parts_are_served(tmp_path):
+    lora = mal.MultiLora(Small(), ["q_proj"], 4, 2, packed_modules={"q_proj": ["q", "k"]})
+    folder = write(tmp_path / "whole", {"q_proj": weights(2, 8, 4)})
+    refused(
+        lora,
+        lambda: lora.load_adapter(folder, "whole"),
+        ValueError,
+        "got q_proj, which packed_modules takes for q, k",
+    )
+
+
 def test_routes_and_deletions_that_are_refused(loaded):
     refused(
         loaded,
@@ -297,6 +308,18 @@ class Small(nn.Cell):
         ({"max_rows": 0}, "max_rows"),
         ({"packed_modules": {"qkv": ["q"]}}, "packed_modules: .*qkv"),
         ({"packed_modules": {"q_proj": {"q": 3, "k": 2}}}, "packed_modules: expected the 4 rows"),
+        ({"packed_modules": {"q_proj": {"q": 5, "k": -1}}}, "q_proj: .* of 'k', got -1"),
+        (
+            {"packed_modules": {"q_proj": {"q": 4, "k": None}}},
+            "q_proj: expected the rows of all parts or none",
+        ),
+        ({"packed_modules": {"q_proj": ["q", "q"]}}, "q_proj: expected each part once"),
+        ({"packed_modules": {"q_proj": []}}, "q_proj: expected at least one part"),
+        ({"packed_modules": {"q_proj": ["out", "k"]}}, "'out' for q_proj and out"),
+        ({"target_modules": "("}, r"target_modules: .\(. is not a regular expression"),
+        ({"rename": {"(": "x"}}, r"rename: .*'\('"),
+        ({"rename": lambda path: "one"}, "rename: .*'one' for q_proj and mlp.0"),
+        ({"rename": lambda path: ""}, "rename: .*of q_proj, got ''"),
     ],
 )
 def test_what_cannot_be_attached(options, words):
@@ -307,10 +330,35 @@ def test_what_cannot_be_attached(options, words):
             model, **({"target_modules": ["q_proj"], "max_rank": 4, "num_adapters": 2} | options)
         )
     assert dict(model.cells_and_names()) == cells
+    assert model.mlp[0].activation_flag
     lora = mal.MultiLora(model, ["q_proj"], 4, 2)
     with pytest.raises(ValueError, match="detach first"):
         mal.MultiLora(model, ["q_proj"], 4, 2)
     lora.detach()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"packed_modules": {"q_proj": "qk"}}, "packed_modules: q_proj: .* got str"),
+        ({"packed_modules": {"q_proj": [1, 2]}}, "q_proj: .* got int"),
+        ({"packed_modules": {"q_proj": {"q": 2.0, "k": 2}}}, "q_proj: .* of 'q', got float"),
+        ({"packed_modules": ["q_proj"]}, "packed_modules: expected a mapping, got list"),
+        ({"target_modules": 5}, "target_modules: .* got int"),
+        ({"target_modules": ["q_proj", 5]}, "target_modules: .* got int"),
+        ({"rename": 5}, "rename: .* got int"),
+        ({"rename": lambda path: None}, "rename: .*of q_proj, got None"),
+        ({"dtype": ms.int32}, "dtype: expected float16, bfloat16 or float32, got Int32"),
+    ],
+)
+def test_arguments_of_another_type(options, words):
+    model = Small()
+    cells = dict(model.cells_and_names())
+    options = {"target_modules": r".*", "max_rank": 4, "num_adapters": 2} | options
+    with pytest.raises(TypeError, match=words):
+        mal.MultiLora(model, **options)
+    assert dict(model.cells_and_names()) == cells
+    assert model.mlp[0].activation_flag
 
 
 # ---- models of many kinds -----------------------------------------------------------------------------------------

@@ -216,11 +216,7 @@ class MultiLora:
         self._model = model
         self._max_rank = max_rank
         self._num_adapters = num_adapters
-        # The parts of a fused cell with their rows, None where nobody said.
-        self._packed: dict[str, dict[str, int | None]] = {
-            name: dict(parts) if isinstance(parts, Mapping) else dict.fromkeys(parts)
-            for name, parts in (packed_modules or {}).items()
-        }
+        self._packed = _packed_parts(packed_modules)
         self._rename = _renaming(rename)
         self._adapters: dict[str, AdapterInfo] = {}
         self._routed: tuple[str | None, ...] = ()
@@ -237,7 +233,7 @@ class MultiLora:
             raise ValueError(
                 f"packed_modules: expected names of cells in target_modules, got {', '.join(sorted(unused))}"
             )
-        self._dense_names = self._all_names(places)
+        self._dense_names = self._all_names(places, chosen)
         self._route = Route(max_rows, f"{chosen[0].path}.")
         self._places = chosen
         self._targets: list[_Target] = []
@@ -281,13 +277,23 @@ class MultiLora:
             parameter.requires_grad = False
         self._targets.append(_Target(place.path, cell, self._names(place.path), stacked))
 
-    def _all_names(self, places: Sequence[_Place]) -> dict[str, list[str]]:
+    def _all_names(
+        self, places: Sequence[_Place], chosen: Sequence[_Place]
+    ) -> dict[str, list[str]]:
         """Every name that an adapter may have for a dense cell of this model, attached or not, with all names of that
         cell: a shared one has several."""
+        attached = {place.path for place in chosen}
+        owners: dict[str, str] = {}
         of_cell: dict[tuple[int, int], list[str]] = {}
         found = {}
         for place in places:
             for part, name in enumerate(self._names(place.path)):
+                owner = owners.setdefault(name, place.path)
+                if owner != place.path and not attached.isdisjoint((owner, place.path)):
+                    raise ValueError(
+                        f"packed_modules, rename: expected another name for each dense cell, got {name!r} for {owner} and "
+                        f"{place.path}"
+                    )
                 found[name] = of_cell.setdefault((id(place.cell), part), [])
                 found[name].append(name)
         return found
@@ -295,9 +301,15 @@ class MultiLora:
     def _names(self, path: str) -> tuple[str, ...]:
         """What adapters call a cell, or the parts of a fused one."""
         parent, dot, last = path.rpartition(".")
-        return tuple(
-            self._rename(f"{parent}{dot}{part}") for part in self._packed.get(last, {last: None})
-        )
+        names = []
+        for part in self._packed.get(last, {last: None}):
+            name = self._rename(f"{parent}{dot}{part}")
+            if not isinstance(name, str):
+                raise TypeError(f"rename: expected a string as the name of {path}, got {name}")
+            if not name:
+                raise ValueError(f"rename: expected a name of {path}, got {name!r}")
+            names.append(name)
+        return tuple(names)
 
     @property
     def adapters(self) -> Mapping[str, AdapterInfo]:
@@ -368,10 +380,15 @@ class MultiLora:
     def _check_modules(self, adapter: peft.PeftAdapter) -> None:
         """Every module of the adapter has a place, and every place that its configuration targets a module."""
         attached = {part for target in self._targets for part in target.parts}
+        whole = {self._rename(target.path): target.path for target in self._targets}
         for name in adapter.modules:
             if name not in self._dense_names:
+                reason = "where it has no dense cell"
+                if name in whole:
+                    parts = self._packed[whole[name].rpartition(".")[2]]
+                    reason = f"which packed_modules takes for {', '.join(parts)}"
                 raise ValueError(
-                    f"{adapter.path}: expected modules of this model, got {name}, where it has no dense cell"
+                    f"{adapter.path}: expected modules of this model, got {name}, {reason}"
                 )
             if name not in attached:
                 raise ValueError(
@@ -743,12 +760,60 @@ class MultiLora:
         )
 
 
+def _packed_parts(
+    packed_modules: Mapping[str, Sequence[str] | Mapping[str, int]] | None,
+) -> dict[str, dict[str, int | None]]:
+    """The parts of each fused cell with their rows, None where nobody said."""
+    if packed_modules is None:
+        return {}
+    if not isinstance(packed_modules, Mapping):
+        raise TypeError(f"packed_modules: expected a mapping, got {type(packed_modules).__name__}")
+    packed: dict[str, dict[str, int | None]] = {}
+    for fused, parts in packed_modules.items():
+        where = f"packed_modules: {fused}"
+        if isinstance(parts, str) or not isinstance(parts, (Mapping, Sequence)):
+            raise TypeError(f"{where}: expected the names of its parts, got {type(parts).__name__}")
+        for part in parts:
+            if not isinstance(part, str):
+                raise TypeError(f"{where}: expected strings as names, got {type(part).__name__}")
+        if not parts:
+            raise ValueError(f"{where}: expected at least one part")
+        if len(set(parts)) < len(parts):
+            raise ValueError(f"{where}: expected each part once, got {list(parts)}")
+        packed[fused] = dict(parts) if isinstance(parts, Mapping) else dict.fromkeys(parts)
+        if 0 < list(packed[fused].values()).count(None) < len(parts):
+            raise ValueError(
+                f"{where}: expected the rows of all parts or none, got {packed[fused]}"
+            )
+        for part, size in packed[fused].items():
+            if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
+                raise TypeError(
+                    f"{where}: expected an integer as the rows of {part!r}, got {type(size).__name__}"
+                )
+            if size is not None and size < 1:
+                raise ValueError(
+                    f"{where}: expected at least 1 as the rows of {part!r}, got {size}"
+                )
+    return packed
+
+
 def _renaming(rename: Callable[[str], str] | Mapping[str, str] | None) -> Callable[[str], str]:
     if rename is None:
         return lambda path: path
     if not isinstance(rename, Mapping):
+        if not callable(rename):
+            raise TypeError(
+                f"rename: expected a function or a mapping, got {type(rename).__name__}"
+            )
         return rename
-    patterns = [(re.compile(pattern), replacement) for pattern, replacement in rename.items()]
+    patterns = []
+    for pattern, replacement in rename.items():
+        try:
+            patterns.append((re.compile(pattern), replacement))
+        except re.error as error:
+            raise ValueError(
+                f"rename: expected regular expressions, got {pattern!r}: {error}"
+            ) from None
 
     def renamed(path: str) -> str:
         for pattern, replacement in patterns:
@@ -774,11 +839,24 @@ def _dense_places(cell: nn.Cell, path: str = "", seen: set[int] | None = None) -
 def _choose(places: list[_Place], target_modules: Sequence[str] | str) -> list[_Place]:
     """The places that target_modules name."""
     paths = [place.path for place in places]
+    if not isinstance(target_modules, Sequence):
+        raise TypeError(
+            f"target_modules: expected names or a regular expression, got {type(target_modules).__name__}"
+        )
+    if isinstance(target_modules, str):
+        try:
+            re.compile(target_modules)
+        except re.error as error:
+            raise ValueError(
+                f"target_modules: {target_modules!r} is not a regular expression: {error}"
+            ) from None
     if target_modules == "all-linear":
         paths = [path for path in paths if path.rpartition(".")[2] not in OUTPUT_LAYERS]
     if not isinstance(target_modules, str):
         target_modules = list(target_modules)
         for name in target_modules:
+            if not isinstance(name, str):
+                raise TypeError(f"target_modules: expected names, got {type(name).__name__}")
             if not peft.targeted({"target_modules": [name]}, paths):
                 raise ValueError(
                     f"target_modules: expected names of dense cells, got {name!r}, which is the end of no path"
