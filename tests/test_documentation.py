@@ -102,6 +102,21 @@ def test_the_snippets_of_the_serving_page():
     assert "got 'patent'" in done.stdout
 
 
+def test_the_snippets_of_the_training_page(tmp_path):
+    page = (ROOT / "docs" / "training.md").read_text()
+    snippets = "\n".join(re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL))
+    done = subprocess.run(
+        [sys.executable, "-c", snippets.replace('"examples"', repr(str(ROOT / "examples")))],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "8 2.0 (8, 64)"
+
+
 def test_the_errors_that_the_readme_shows():
     import numpy as np
     from mindspore_addlora import raw

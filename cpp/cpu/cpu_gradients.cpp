@@ -93,20 +93,23 @@ class OuterProducts {
     counts_.resize(plan_.counting_sort ? static_cast<std::size_t>(plan_.sizes.w) : 0);
     groups_.resize(static_cast<std::size_t>(std::min(plan_.sizes.b, plan_.sizes.w) + 1));
     grouping_ = group_rows(forward, plan_, order_.data(), adapters_.data(), counts_.data(), groups_.data());
+    const std::int64_t tasks = kTasksPerThread * threads;
+    task_rows_ = share(grouping_.active_rows, tasks, 32, kMostRows);
+    task_columns_ = share(width_ * grouping_.group_count, tasks, 64, kMostColumns);
     std::int64_t longest = 1;
     for (std::int64_t i = 0; i < grouping_.group_count; ++i) {
       Group& group = groups_[static_cast<std::size_t>(i)];
       group.first_shrink_task = shrink_tasks_;
       group.first_expand_task = expand_tasks_;
-      shrink_tasks_ += divide_up(group.end - group.begin, kShrinkRows);
-      expand_tasks_ += divide_up(width_, kColumns);
+      shrink_tasks_ += divide_up(group.end - group.begin, task_rows_);
+      expand_tasks_ += divide_up(width_, task_columns_);
       longest = std::max(longest, group.end - group.begin);
     }
     for (std::int64_t r = 0; r < std::max(rank_, longest); ++r) ordinals_.push_back(r);
     factors_ = allocate_floats(static_cast<std::size_t>(grouping_.active_rows * rank_));
-    const std::size_t shrink = cpu::kShrinkScratchFloats + static_cast<std::size_t>(kShrinkRows * rank_);
+    const std::size_t shrink = cpu::kShrinkScratchFloats + static_cast<std::size_t>(task_rows_ * rank_);
     const std::size_t expand =
-        cpu::expand_scratch_floats(longest) + static_cast<std::size_t>(2 * rank_ * kColumns + kColumns);
+        cpu::expand_scratch_floats(longest) + static_cast<std::size_t>(2 * rank_ * task_columns_ + task_columns_);
     scratch_floats_ = (std::max(shrink, expand) + 15) / 16 * 16;
     scratch_ = allocate_floats(scratch_floats_ * static_cast<std::size_t>(threads));
   }
@@ -124,10 +127,17 @@ class OuterProducts {
   }
 
  private:
-  static constexpr std::int64_t kShrinkRows = 128;
-  static constexpr std::int64_t kColumns = 512;
+  // Of a task: fewer leave weights to be read again, more leave threads idle. No bit depends on them.
+  static constexpr std::int64_t kMostRows = 128;
+  static constexpr std::int64_t kMostColumns = 1024;
+  static constexpr std::int64_t kTasksPerThread = 4;
+
 
   static std::int64_t divide_up(std::int64_t n, std::int64_t by) { return (n + by - 1) / by; }
+  // n shared among tasks, as a multiple of `step` up to `most`.
+  static std::int64_t share(std::int64_t n, std::int64_t tasks, std::int64_t step, std::int64_t most) {
+    return std::min(std::max(divide_up(divide_up(n, tasks), step), std::int64_t{1}) * step, most);
+  }
 
   const Group& group_of(std::int64_t task, std::int64_t Group::* first_task) const {
     const Group* begin = groups_.data();
@@ -145,14 +155,14 @@ class OuterProducts {
   // factor[r][i] for a tile of rows.
   void factor(std::int64_t number, int participant) const {
     const Group& group = group_of(number, &Group::first_shrink_task);
-    const std::int64_t begin = group.begin + (number - group.first_shrink_task) * kShrinkRows;
+    const std::int64_t begin = group.begin + (number - group.first_shrink_task) * task_rows_;
     float* const z = scratch_of(participant);
     cpu::ShrinkTask task{};
     task.x = source_->bytes();
     task.x_row_stride = source_->strides[0];
     task.x_column_stride = source_->strides[1];
     task.rows = order_.data() + begin;
-    task.row_count = std::min(kShrinkRows, group.end - begin);
+    task.row_count = std::min(task_rows_, group.end - begin);
     if (product_ != nullptr) {
       task.a = at_layer(*product_, group.adapter);
       task.a_row_stride = product_->strides[2];
@@ -161,22 +171,22 @@ class OuterProducts {
     task.h1 = source_->shape[1];
     task.z = z;
     task.z_row_stride = rank_;
-    task.scratch = z + kShrinkRows * rank_ + (-(kShrinkRows * rank_) & 15);
+    task.scratch = z + task_rows_ * rank_ + (-(task_rows_ * rank_) & 15);
     for (std::int64_t r = 0; r < rank_; r += cpu::kMaxTaskRanks) {
       task.r_begin = r;
       task.r_end = std::min(r + cpu::kMaxTaskRanks, rank_);
       // A task may have so many (row, rank) sums.
       const std::int64_t rows = cpu::kMaxTaskSums / (task.r_end - r);
-      for (std::int64_t i = 0; i < std::min(kShrinkRows, group.end - begin); i += rows) {
+      for (std::int64_t i = 0; i < std::min(task_rows_, group.end - begin); i += rows) {
         task.rows = order_.data() + begin + i;
-        task.row_count = std::min(rows, std::min(kShrinkRows, group.end - begin) - i);
+        task.row_count = std::min(rows, std::min(task_rows_, group.end - begin) - i);
         task.z = z + i * rank_;
         kernels_->shrink[element_](task);
       }
     }
     const std::int64_t count = group.end - group.begin;
     float* const to = factors_.get() + group.begin * rank_ + (begin - group.begin);
-    for (std::int64_t i = 0; i < std::min(kShrinkRows, group.end - begin); ++i) {
+    for (std::int64_t i = 0; i < std::min(task_rows_, group.end - begin); ++i) {
       for (std::int64_t r = 0; r < rank_; ++r) to[r * count + i] = z[i * rank_ + r];
     }
   }
@@ -184,13 +194,13 @@ class OuterProducts {
   // Some columns of an adapter's sum.
   void sum(std::int64_t number, int participant) const {
     const Group& group = group_of(number, &Group::first_expand_task);
-    const std::int64_t first = (number - group.first_expand_task) * kColumns;
-    const std::int64_t columns = std::min(kColumns, width_ - first);
+    const std::int64_t first = (number - group.first_expand_task) * task_columns_;
+    const std::int64_t columns = std::min(task_columns_, width_ - first);
     const std::int64_t count = group.end - group.begin;
     float* const scratch = scratch_of(participant);
     char* const piece = reinterpret_cast<char*>(scratch + cpu::expand_scratch_floats(count));  // [R, columns]
-    char* const zeros = piece + rank_ * kColumns * item_;
-    std::memset(zeros, 0, static_cast<std::size_t>(kColumns * item_));
+    char* const zeros = piece + rank_ * task_columns_ * item_;
+    std::memset(zeros, 0, static_cast<std::size_t>(task_columns_ * item_));
     cpu::ExpandTask task{};
     task.z = factors_.get() + group.begin * rank_;
     task.z_row_stride = count;
@@ -209,7 +219,7 @@ class OuterProducts {
     char* const out = at_layer(*forward_.out, group.adapter);
     const bool is_a = wanted_ == Gradient::kWeightA;
     task.out = is_a ? out + first * item_ : piece;
-    task.out_row_stride = is_a ? width_ * item_ : kColumns * item_;
+    task.out_row_stride = is_a ? width_ * item_ : task_columns_ * item_;
     task.scale = static_cast<float>(forward_.scale);
     task.scratch = scratch;
     kernels_->expand[element_](task);
@@ -228,7 +238,7 @@ class OuterProducts {
     const T* from = reinterpret_cast<const T*>(piece);
     T* to = reinterpret_cast<T*>(out) + first * rank_;
     for (std::int64_t c = 0; c < columns; ++c, to += rank_) {
-      for (std::int64_t r = 0; r < rank_; ++r) to[r] = from[r * kColumns + c];
+      for (std::int64_t r = 0; r < rank_; ++r) to[r] = from[r * task_columns_ + c];
     }
   }
 
@@ -255,7 +265,7 @@ class OuterProducts {
   const Gradient wanted_;
   const TensorView slice_, turned_b_;
   const TensorView *value_, *source_, *product_;
-  std::int64_t width_ = 0, rank_ = 0, item_ = 0;
+  std::int64_t width_ = 0, rank_ = 0, item_ = 0, task_rows_ = 0, task_columns_ = 0;
   Plan plan_{};
   std::vector<std::int64_t> order_, adapters_, counts_, ordinals_;
   std::vector<Group> groups_;

@@ -7,6 +7,7 @@ which as many bytes are read again and again. Where other processes use the CPU,
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -51,7 +52,11 @@ class OtherWork:
         idle = int(ticks[3]) + int(ticks[4])
         busy = (sum(map(int, ticks)) - idle) / os.sysconf("SC_CLK_TCK")
         own = os.times()
-        return time.monotonic(), busy, own.user + own.system + own.children_user + own.children_system
+        return (
+            time.monotonic(),
+            busy,
+            own.user + own.system + own.children_user + own.children_system,
+        )
 
     def cores(self) -> float:
         wall, busy, own = (
@@ -91,6 +96,7 @@ class Case:
     def indices(self) -> Array:
         """Like those of a server: the rows of a few requests, in no order, or sorted where there are many."""
         rng = np.random.default_rng(0)
+        chosen: Array
         if self.popularity == "one":
             chosen = np.zeros(self.rows)
         elif self.popularity == "uniform":
@@ -245,6 +251,29 @@ def measure(cases: Sequence[Case], ceilings: Ceilings, seconds: float) -> list[d
     return records
 
 
+def measure_gradients(seconds: float) -> dict[str, Timing]:
+    """The forward call and each gradient, in turn: 1024 rows in 8 segments, rank 16, width 4096, float16."""
+    case = Case(1024)
+    rng = np.random.default_rng(0)
+
+    def draw(*shape: int) -> Array:
+        return (rng.standard_normal(shape) / 8).astype(np.float16)
+
+    rows, width, rank, adapters = case.rows, case.width, case.rank, case.adapters
+    y, x, indices = draw(rows, width), draw(rows, width), case.indices()
+    a, b = draw(adapters, 1, rank, width), draw(adapters, 1, width, rank)
+    out = np.empty_like(y)
+    calls: dict[str, Callable[[], Any]] = {
+        "forward": lambda: raw.add_lora(y, x, b, indices, a, out=out)
+    }
+    for wanted, like in (("x", x), ("weight_a", a), ("weight_b", b)):
+        result = np.empty_like(like)
+        calls[f"gradient of {wanted}"] = functools.partial(
+            _core.gradient, wanted, y, x, b, indices, a, 0, 1.0, 0, result
+        )
+    return in_turn(calls, seconds)
+
+
 def standard_cases() -> list[Case]:
     """The table of this command."""
     cases = [Case(rows, dtype=dtype) for dtype in DTYPES for rows in (8, 32, 1024)]
@@ -275,6 +304,7 @@ def run(arguments: argparse.Namespace) -> int:
         others = OtherWork()
         ceilings = Ceilings.measured()
         records = measure(standard_cases(), ceilings, arguments.seconds)
+        gradients = measure_gradients(arguments.seconds)
         if not arguments.busy:
             others.refuse()
     except BusyMachineError as busy:
@@ -292,7 +322,18 @@ def run(arguments: argparse.Namespace) -> int:
             f"{r['rows']:4d}  {r['rank']:4d}  {r['width']:5d}  {r['adapters']:2d}  {r['dtype']:8s}  {weights:8s}  "
             f"{r['minimum']:6.1f} us {r['median']:6.1f} us {r['limit']:7.1f} us  {r['limit'] / r['median']:7.0%}"
         )
+    print("\ntraining: 1024 rows, rank 16, width 4096, float16")
+    for name, timing in gradients.items():
+        print(f"{name:20s}  {timing.minimum:6.1f} us {timing.median:6.1f} us")
+    forward = gradients["forward"].median
+    backward = sum(timing.median for timing in gradients.values()) - forward
+    print(f"backward / forward    {backward / forward:.2f}")
     if arguments.json is not None:
-        result = {"machine": machine(), "ceilings": asdict(ceilings), "cases": records}
+        result = {
+            "machine": machine(),
+            "ceilings": asdict(ceilings),
+            "cases": records,
+            "training": {name: asdict(timing) for name, timing in gradients.items()},
+        }
         arguments.json.write_text(json.dumps(result, indent=1))
     return 0
