@@ -38,12 +38,6 @@ TensorView slice_of(const Problem& forward) {
   return view;
 }
 
-std::size_t bytes_of(const TensorView& view) {
-  std::size_t bytes = dtype_bytes(view.dtype);
-  for (int i = 0; i < view.ndim; ++i) bytes *= static_cast<std::size_t>(view.shape[i]);
-  return bytes;
-}
-
 void gradient_of_x(const Problem& forward) {
   const TensorView slice = slice_of(forward);
   const TensorView turned_b = turned(*forward.weight_b);
@@ -63,16 +57,27 @@ void gradient_of_x(const Problem& forward) {
   if (forward.out->shape[0] > 0) cpu_backend().run(problem);
 }
 
-struct FreeMemory {
-  void operator()(void* memory) const { std::free(memory); }
-};
-using Memory = std::unique_ptr<float, FreeMemory>;
+// Memory that a thread keeps for its calls.
+class Kept {
+ public:
+  float* at_least(std::size_t floats) {
+    if (floats > floats_) {
+      memory_.reset();
+      floats_ = 0;
+      memory_.reset(static_cast<float*>(std::aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64)));
+      if (memory_ == nullptr) throw std::bad_alloc();
+      floats_ = floats;
+    }
+    return memory_.get();
+  }
 
-Memory allocate_floats(std::size_t count) {
-  void* memory = std::aligned_alloc(64, (count * sizeof(float) + 63) / 64 * 64);
-  if (memory == nullptr && count > 0) throw std::bad_alloc();
-  return Memory(static_cast<float*>(memory));
-}
+ private:
+  struct Free {
+    void operator()(void* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<float, Free> memory_;
+  std::size_t floats_ = 0;
+};
 
 // The sum over an adapter's rows of factor[i]^T value[i]: `factor` has R columns and comes out of a product (z or dz),
 // `value` is x or g's slice.
@@ -106,12 +111,14 @@ class OuterProducts {
       longest = std::max(longest, group.end - group.begin);
     }
     for (std::int64_t r = 0; r < std::max(rank_, longest); ++r) ordinals_.push_back(r);
-    factors_ = allocate_floats(static_cast<std::size_t>(grouping_.active_rows * rank_));
+    const std::size_t factors = static_cast<std::size_t>(grouping_.active_rows * rank_ + 15) / 16 * 16;
     const std::size_t shrink = cpu::kShrinkScratchFloats + static_cast<std::size_t>(task_rows_ * rank_);
     const std::size_t expand =
         cpu::expand_scratch_floats(longest) + static_cast<std::size_t>(2 * rank_ * task_columns_ + task_columns_);
     scratch_floats_ = (std::max(shrink, expand) + 15) / 16 * 16;
-    scratch_ = allocate_floats(scratch_floats_ * static_cast<std::size_t>(threads));
+    thread_local Kept kept;
+    factors_ = kept.at_least(factors + scratch_floats_ * static_cast<std::size_t>(threads));
+    scratch_ = factors_ + factors;
   }
 
   void run(const KernelSet& kernels, int threads) {
@@ -119,7 +126,7 @@ class OuterProducts {
     element_ = value_->dtype == DType::kFloat16    ? cpu::kHalf
                : value_->dtype == DType::kBFloat16 ? cpu::kBfloat
                                                    : cpu::kSingle;
-    std::memset(forward_.out->data, 0, bytes_of(*forward_.out));
+    clear_what_no_row_uses();
     FactorPhase factors(*this);
     SumPhase sums(*this);
     cpu::Phase* phases[] = {&factors, &sums};
@@ -146,10 +153,24 @@ class OuterProducts {
     return after[-1];
   }
   float* scratch_of(int participant) const {
-    return scratch_.get() + static_cast<std::size_t>(participant) * scratch_floats_;
+    return scratch_ + static_cast<std::size_t>(participant) * scratch_floats_;
   }
   char* at_layer(const TensorView& bank, std::int64_t adapter) const {
     return bank.bytes() + adapter * bank.strides[0] + forward_.layer_idx * bank.strides[1];
+  }
+
+  void clear_what_no_row_uses() const {
+    const TensorView& out = *forward_.out;
+    const auto bytes = static_cast<std::size_t>(out.strides[1]);
+    std::int64_t next = 0;
+    for (std::int64_t slot = 0; slot < out.shape[0]; ++slot) {
+      const bool used = next < grouping_.group_count && groups_[static_cast<std::size_t>(next)].adapter == slot;
+      if (used) ++next;
+      for (std::int64_t layer = 0; layer < out.shape[1]; ++layer) {
+        if (used && layer == forward_.layer_idx) continue;
+        std::memset(out.bytes() + slot * out.strides[0] + layer * out.strides[1], 0, bytes);
+      }
+    }
   }
 
   // factor[r][i] for a tile of rows.
@@ -185,7 +206,7 @@ class OuterProducts {
       }
     }
     const std::int64_t count = group.end - group.begin;
-    float* const to = factors_.get() + group.begin * rank_ + (begin - group.begin);
+    float* const to = factors_ + group.begin * rank_ + (begin - group.begin);
     for (std::int64_t i = 0; i < std::min(task_rows_, group.end - begin); ++i) {
       for (std::int64_t r = 0; r < rank_; ++r) to[r * count + i] = z[i * rank_ + r];
     }
@@ -202,7 +223,7 @@ class OuterProducts {
     char* const zeros = piece + rank_ * task_columns_ * item_;
     std::memset(zeros, 0, static_cast<std::size_t>(task_columns_ * item_));
     cpu::ExpandTask task{};
-    task.z = factors_.get() + group.begin * rank_;
+    task.z = factors_ + group.begin * rank_;
     task.z_row_stride = count;
     task.rows = ordinals_.data();
     task.row_count = rank_;
@@ -271,8 +292,8 @@ class OuterProducts {
   std::vector<Group> groups_;
   Grouping grouping_{};
   std::int64_t shrink_tasks_ = 0, expand_tasks_ = 0;
-  Memory factors_;  // [rows, R] for each group, turned: [R, rows of the group]
-  Memory scratch_;
+  float* factors_ = nullptr;  // [rows, R] for each group, turned: [R, rows of the group]
+  float* scratch_ = nullptr;
   std::size_t scratch_floats_ = 0;
   const KernelSet* kernels_ = nullptr;
   cpu::Element element_ = cpu::kSingle;
