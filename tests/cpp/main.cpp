@@ -1,4 +1,4 @@
-// The core without Python: the digests of fixed calls, random calls, many threads, and the functions that MindSpore
+// The core without Python: the digests of fixed calls, gradients, random calls, many threads, and the functions that MindSpore
 // calls. ADDLORA_ISA chooses the kernel set.
 //
 //     addlora_tests [random calls] [seed]
@@ -25,6 +25,7 @@ int main(int argc, char** argv) {
     failures += !failure.empty();
   };
   report("digests", check_digests());
+  report("gradients", check_gradients());
   report("random calls", check_random_calls(calls, seed));
   report("threads", check_threads());
   report("MindSpore's functions", check_launch());
