@@ -527,6 +527,50 @@ def test_a_block_that_is_used_twice(mode, tmp_path):
     assert out[1].tobytes() == base[1].tobytes()
 
 
+class Pair(nn.Cell):
+    def __init__(self, first, second):
+        super().__init__()
+        self.first, self.second = first, second
+
+    def construct(self, x):
+        return self.first(x), self.second(x)
+
+
+def test_two_models_in_one(mode, tmp_path):
+    folder = write(tmp_path / "a", {"q_proj": weights(2, 8, 8)})
+    models = [Inner(), Inner()]
+    x = Tensor(np.ones((2, 8), np.float32))
+    base = [model(x).asnumpy() for model in models]
+    loras = [mal.MultiLora(model, ["q_proj"], 4, 2) for model in models]
+    pair = Pair(*models)
+    for lora, names in zip(loras, (["a", None], [None, "a"]), strict=True):
+        lora.load_adapter(folder, "a")
+        lora.route(names)
+    for row, (out, alone) in enumerate(zip(pair(x), base, strict=True)):
+        assert np.abs(out.asnumpy()[row] - alone[row]).max() > 0.01
+        assert out.asnumpy()[1 - row].tobytes() == alone[1 - row].tobytes()
+
+
+def test_two_on_one_model(mode, tmp_path):
+    model = Small()
+    x = Tensor(np.random.default_rng(5).standard_normal((3, 8)).astype(np.float32))
+    base = model(x).asnumpy()
+    first, second = (mal.MultiLora(model, [name], 4, 2) for name in ("q_proj", "out"))
+    first.load_adapter(write(tmp_path / "a", {"q_proj": weights(2, 8, 4)}), "a")
+    second.load_adapter(write(tmp_path / "b", {"out": weights(2, 8, 4)}), "b")
+
+    def moved():
+        return [bool(np.abs(row).max() > 1e-4) for row in model(x).asnumpy() - base]
+
+    first.route(["a"])
+    second.route([None, "b"])
+    assert moved() == [True, True, False]
+    first.detach()
+    assert moved() == [False, True, False]
+    second.detach()
+    assert model(x).asnumpy().tobytes() == base.tobytes()
+
+
 def test_cells_that_hold_each_other():
     model = Outer()
     model.inner.insert_child_to_cell("owner", model)
@@ -643,7 +687,125 @@ def test_saved_and_restored(mode, expected, tmp_path, fused):
     refused(other, lambda: other.restore(tmp_path / "nothing"), OSError, "nothing")
     (tmp_path / "saved" / "multi_lora.ckpt").unlink()
     fresh = attach(tiny_llama.load_model(DATA, fused=fused), fused)
-    refused(fresh, lambda: fresh.restore(tmp_path / "saved"), OSError, "multi_lora.ckpt is missing")
+    refused(
+        fresh, lambda: fresh.restore(tmp_path / "saved"), OSError, "No such file .*multi_lora.ckpt"
+    )
+
+
+def test_a_checkpoint_of_the_whole_model_routes_nothing(mode, tmp_path):
+    def attached():
+        model = Outer()
+        return model, mal.MultiLora(model, ["q_proj"], 4, 2)
+
+    model, lora = attached()
+    base_names = {p.name for p in Outer().get_parameters()}
+    banks = {p.name for target in lora._targets for p in target.cell.bank()}
+    assert {p.name for p in model.get_parameters()} == base_names | banks
+    lora.load_adapter(write(tmp_path / "a", {"inner.q_proj": weights(2, 8, 8)}), "a")
+    lora.route(["a"])
+    x = Tensor(np.ones((2, 8), np.float32))
+    out = model(x).asnumpy()
+    assert out[0].tobytes() != out[1].tobytes()
+    ms.save_checkpoint(model, str(tmp_path / "whole.ckpt"))
+
+    again, fresh = attached()
+    missing, surplus = ms.load_param_into_net(
+        again, ms.load_checkpoint(str(tmp_path / "whole.ckpt"))
+    )
+    assert not missing
+    assert not surplus
+    alone = again(x).asnumpy()
+    assert alone[0].tobytes() == alone[1].tobytes() == out[1].tobytes()
+    assert not fresh.adapters
+
+
+def test_what_a_checkpoint_left_in_a_free_slot_is_no_part_of_an_adapter(tmp_path):
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    model = Small()
+    lora = mal.MultiLora(model, ["q_proj", "out"], 4, 2)
+    for parameter in lora._targets[1].cell.bank():
+        parameter.set_data(Tensor(np.ones(parameter.shape, np.float32)))
+    lora.load_adapter(write(tmp_path / "a", {"q_proj": weights(2, 8, 4)}), "a")
+    assert not any(parameter.asnumpy()[0].any() for parameter in lora._targets[1].cell.bank())
+
+
+def test_a_checkpoint_of_the_base_fits_the_attached_model(mode):
+    model, other = Small(), Small()
+    ms.save_checkpoint(other, "base.ckpt")
+    lora = mal.MultiLora(model, ["q_proj", "out", "0"], 4, 2)
+    missing, _ = ms.load_param_into_net(model, ms.load_checkpoint("base.ckpt"))
+    banks = [p.name for target in lora._targets for p in target.cell.bank()]
+    assert sorted(missing) == sorted(banks)
+    x = Tensor(np.ones((2, 8), np.float32))
+    assert model(x).asnumpy().tobytes() == other(x).asnumpy().tobytes()
+
+
+@pytest.fixture
+def saved(tmp_path):
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    lora = mal.MultiLora(Outer(), ["q_proj"], 4, 2)
+    for name, value in (("a", 0.1), ("b", 0.2)):
+        folder = write(tmp_path / name, {"inner.q_proj": weights(2, 8, 8, value)})
+        lora.load_adapter(folder, name)
+    lora.save(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def test_restored_into_a_model_that_is_a_part_of_another(saved):
+    class Whole(nn.Cell):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def construct(self, x):
+            return self.model(x)
+
+    model = Outer()
+    lora = mal.MultiLora(model, ["q_proj"], 4, 2)
+    Whole(model)  # renames every parameter
+    lora.restore(saved)
+    assert list(lora.adapters) == ["a", "b"]
+    lora.save(saved)
+    other = mal.MultiLora(Outer(), ["q_proj"], 4, 2)
+    other.restore(saved)
+    assert everything(other) == everything(lora)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda table: "{", "multi_lora.json: "),
+        (lambda table: "[]", "multi_lora.json: expected what save wrote"),
+        (lambda table: "{}", "multi_lora.json: expected what save wrote"),
+        (lambda table: table | {"adapters": {"a": {}}}, "adapters: a: "),
+        (lambda table: table | {"adapters": {"a": table["adapters"]["a"] | {"slot": 2}}}, "slot"),
+        (lambda table: table | {"adapters": {"a": table["adapters"]["a"] | {"slot": -1}}}, "slot"),
+        (lambda table: table | {"adapters": {n: table["adapters"]["a"] for n in "ab"}}, "slot"),
+        (lambda table: table | {"geometry": {}}, "lora_a: expected"),
+        (lambda table: table | {"sizes": {}}, "sizes"),
+    ],
+)
+def test_a_table_that_cannot_be_restored(saved, change, words):
+    file = saved / "multi_lora.json"
+    table = change(json.loads(file.read_text()))
+    file.write_text(table if isinstance(table, str) else json.dumps(table))
+    lora = mal.MultiLora(Outer(), ["q_proj"], 4, 2)
+    refused(lora, lambda: lora.restore(saved), ValueError, words)
+
+
+def test_banks_of_another_table_or_cut_are_refused(saved, tmp_path):
+    other = mal.MultiLora(Outer(), ["q_proj"], 4, 2)
+    other.load_adapter(tmp_path / "b", "a")
+    other.save(tmp_path / "other")
+    banks = saved / "multi_lora.ckpt"
+    whole = banks.read_bytes()
+    lora = mal.MultiLora(Outer(), ["q_proj"], 4, 2)
+    for content in ((tmp_path / "other" / "multi_lora.ckpt").read_bytes(), whole[:-9], b""):
+        banks.write_bytes(content)
+        refused(lora, lambda: lora.restore(saved), ValueError, "multi_lora.ckpt: .*multi_lora.json")
+    banks.write_bytes(whole)
+    lora.restore(saved)
+    assert list(lora.adapters) == ["a", "b"]
 
 
 def test_a_step_holds_loads_deletes_and_routes_back(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -70,6 +71,8 @@ class _Target:
         # The parts of a fused projection whose sizes nobody said: their adapters are stacked along the rank.
         self.stacked = stacked
         self.sizes: dict[str, int] = {}
+        # As they are now: a model that becomes part of another is renamed.
+        self.bank_names = [parameter.name for parameter in cell.bank()]
 
     def prepare(
         self, slot: int, modules: Mapping[str, peft.LoraWeights]
@@ -330,32 +333,37 @@ class MultiLora:
             OSError: A file is missing or cannot be read.
         """
         with self._lock:
-            free_slot = self._free_slot(adapter_name)
-            adapter = peft.read_adapter(path, max_rank=self._max_rank)
-            self._check_modules(adapter)
+            self._free_slot(adapter_name)
+        # Files are read while steps go on.
+        adapter = peft.read_adapter(path, max_rank=self._max_rank)
+        with self._lock:
             info = AdapterInfo(
-                free_slot,
+                self._free_slot(adapter_name),
                 os.path.abspath(path),
                 max(weights.rank for weights in adapter.modules.values()),
                 {name: (w.rank, w.scaling) for name, w in adapter.modules.items()},
                 adapter.config,
             )
-            prepared = []
+            self._check_modules(adapter)
+            prepared = {}
             for target in self._targets:
                 if not any(part in adapter.modules for part in target.parts):
                     continue
                 try:
-                    prepared.append((target, *target.prepare(info.slot, adapter.modules)))
+                    prepared[target] = target.prepare(info.slot, adapter.modules)
                 except ValueError as error:
                     names = ", ".join(part for part in target.parts if part in adapter.modules)
                     raise ValueError(f"{adapter.path}: {names}: {error}") from None
             try:
-                for target, blocks, _ in prepared:
-                    target.cell.write_adapter(info.slot, blocks)
+                for target in self._targets:
+                    if target in prepared:
+                        target.cell.write_adapter(info.slot, prepared[target][0])
+                    else:  # a checkpoint of the whole model may have left something there
+                        target.cell.clear_adapter(info.slot)
             except BaseException:
                 self._clear(info.slot)
                 raise
-            for target, _, sizes in prepared:
+            for target, (_, sizes) in prepared.items():
                 target.sizes = sizes
             self._adapters[adapter_name] = info
 
@@ -674,10 +682,11 @@ class MultiLora:
             _bank.wait_for_steps()
             self._store_trained()
             os.makedirs(folder, exist_ok=True)
-            banks = [{"name": p.name, "data": p} for t in self._targets for p in t.cell.bank()]
+            banks = [{"name": name, "data": bank} for name, bank in self._banks().items()]
             new = os.path.join(folder, f"new_{BANKS_FILE}")
             ms.save_checkpoint(banks, new)
             table = {
+                "banks": _digest(new),
                 "geometry": self._geometry(),
                 "adapters": {name: asdict(info) for name, info in self._adapters.items()},
                 "sizes": {target.path: target.sizes for target in self._targets},
@@ -692,8 +701,8 @@ class MultiLora:
         """Reads what :meth:`save` wrote, into a MultiLora that was attached in the same way and has no adapter loaded.
 
         Raises:
-            ValueError: It was saved from other cells, ranks, slots or dtypes, or an adapter is loaded here. Nothing has
-                changed.
+            ValueError: It was saved from other cells, ranks, slots or dtypes, a file is cut or of another save, or an
+                adapter is loaded here. Nothing has changed.
             OSError: A file is missing or cannot be read.
         """
         with self._lock:
@@ -702,35 +711,49 @@ class MultiLora:
                 raise ValueError(
                     f"restore: expected no adapter to be loaded, got {', '.join(self._adapters)}"
                 )
-            with open(os.path.join(folder, TABLE_FILE), encoding="utf-8") as file:
-                table = json.load(file)
+            table_file = os.path.join(folder, TABLE_FILE)
+            table = _read_table(table_file)
             for name, here in self._geometry().items():
-                saved = table["geometry"].get(name)
-                if saved != here:
-                    raise ValueError(f"{os.fspath(folder)}: {name}: expected {here}, got {saved}")
-            banks = os.path.join(folder, BANKS_FILE)
-            if not os.path.exists(banks):
-                raise FileNotFoundError(f"{banks} is missing")
-            saved = ms.load_checkpoint(banks)
-            parameters = [p for target in self._targets for p in target.cell.bank()]
-            for parameter in parameters:
-                if parameter.name not in saved or saved[parameter.name].shape != parameter.shape:
-                    raise ValueError(f"{banks}: expected {parameter.name} of {parameter.shape}")
-            _bank.wait_for_readers()
-            for parameter in parameters:
-                _bank.write_whole(parameter, saved[parameter.name].asnumpy())
-            for target in self._targets:
-                target.sizes = table["sizes"][target.path]
-            self._adapters = {
-                name: AdapterInfo(
-                    **(info | {"modules": {k: tuple(v) for k, v in info["modules"].items()}})
-                )
+                if table["geometry"].get(name) != here:
+                    raise ValueError(
+                        f"{table_file}: {name}: expected {here}, got {table['geometry'].get(name)}"
+                    )
+            adapters = {
+                name: _adapter_info(f"{table_file}: adapters: {name}", info)
                 for name, info in table["adapters"].items()
             }
+            slots = {info.slot for info in adapters.values()}
+            if len(slots) < len(adapters) or not slots <= set(range(self._num_adapters)):
+                raise ValueError(
+                    f"{table_file}: adapters: expected a slot for each in 0..{self._num_adapters - 1}, got "
+                    f"{[info.slot for info in adapters.values()]}"
+                )
+            if {target.path for target in self._targets} != set(table["sizes"]):
+                raise ValueError(f"{table_file}: sizes: expected those of the attached cells")
+            banks_file = os.path.join(folder, BANKS_FILE)
+            if _digest(banks_file) != table["banks"]:
+                raise ValueError(
+                    f"{banks_file}: expected the file that {table_file} was saved with"
+                )
+            saved = ms.load_checkpoint(banks_file)
+            _bank.wait_for_readers()
+            for name, bank in self._banks().items():
+                _bank.write_whole(bank, saved[name].asnumpy())
+            for target in self._targets:
+                target.sizes = table["sizes"][target.path]
+            self._adapters = adapters
+
+    def _banks(self) -> dict[str, Parameter]:
+        """The parameters of the banks by the names that they have in a saved one."""
+        return {
+            name: bank
+            for target in self._targets
+            for name, bank in zip(target.bank_names, target.cell.bank(), strict=True)
+        }
 
     def _geometry(self) -> dict[str, Any]:
         """What a saved bank must agree with."""
-        return {p.name: [str(p.dtype), list(p.shape)] for t in self._targets for p in t.cell.bank()}
+        return {name: [str(bank.dtype), list(bank.shape)] for name, bank in self._banks().items()}
 
     def _require_attached(self) -> None:
         if not self._attached:
@@ -758,6 +781,45 @@ class MultiLora:
                 *lines,
             ]
         )
+
+
+def _digest(path: str) -> str:
+    """What a file is known by: the banks and their table must be of one save."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _read_table(path: str) -> dict[str, Any]:
+    with open(path, encoding="utf-8") as file:
+        try:
+            table = json.load(file)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+    keys = {"banks": str, "geometry": dict, "adapters": dict, "sizes": dict}
+    if not isinstance(table, dict) or not all(
+        isinstance(table.get(key), kind) for key, kind in keys.items()
+    ):
+        raise ValueError(f"{path}: expected what save wrote: {', '.join(keys)}")
+    return table
+
+
+def _adapter_info(where: str, saved: Any) -> AdapterInfo:
+    try:
+        modules = {
+            name: (int(rank), float(scaling)) for name, (rank, scaling) in saved["modules"].items()
+        }
+        return AdapterInfo(
+            int(saved["slot"]),
+            str(saved["path"]),
+            int(saved["rank"]),
+            modules,
+            dict(saved["config"]),
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{where}: expected what save wrote, got {error!r}") from None
 
 
 def _packed_parts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,6 +23,9 @@ Matrix: TypeAlias = Array | Tensor
 Prepared: TypeAlias = list[tuple[AddLora, Array, Array] | None]
 
 
+_ROUTES = itertools.count()
+
+
 class Route:
     """Which slot each row uses, for every cell of a model: -1 for no adapter.
 
@@ -32,10 +36,13 @@ class Route:
 
     def __init__(self, max_rows: int, prefix: str = "") -> None:
         self.max_rows = max_rows
-        none = np.full(max_rows, -1, np.int32)
         # One slot for each row of the batch; and the same for each token, for models that flatten their batch.
-        self.rows = Parameter(Tensor(none), name=f"{prefix}route_rows", requires_grad=False)
-        self.tokens = Parameter(Tensor(none), name=f"{prefix}route_tokens", requires_grad=False)
+        none = np.full(max_rows, -1, np.int32)
+        number = next(_ROUTES)  # two models may meet in one graph, where names must differ
+        self.rows, self.tokens = (
+            Parameter(Tensor(none), name=f"{prefix}route_{kind}_{number}", requires_grad=False)
+            for kind in ("rows", "tokens")
+        )
 
     def write(self, slots: Sequence[int], tokens_per_row: int) -> None:
         """Routes the rows; those past the end have no adapter."""
@@ -178,15 +185,20 @@ class LoraDense(nn.Cell):
         self.num_adapters = num_adapters
         self.is_sliced = slices is not None
         self.max_rows = 0 if route is None else route.max_rows
-        self.route_rows = None if route is None else route.rows
-        self.route_tokens = None if route is None else route.tokens
+        self._hold_route("route", route)
+        self._hold_route("trained", None)
         object.__setattr__(self, "trained", ())
-        self.trained_rows = None
-        self.trained_tokens = None
         # The adapters come before it. The flag may be down already: a base can be shared.
         self.activation = getattr(base, "activation", None)
         if self.activation is not None:
             base.activation_flag = False
+
+    def _hold_route(self, name: str, route: Route | None) -> None:
+        """Holds a route's parameters, but not as the model's: a checkpoint of the model would bring back rows that nobody
+        routed. As attributes of this cell all the same: through another object a graph takes them for constants."""
+        for kind in ("rows", "tokens"):
+            parameter = None if route is None else getattr(route, kind)
+            object.__setattr__(self, f"{name}_{kind}", parameter)
 
     def construct(self, x: Tensor, indices: Tensor | None = None) -> Tensor:
         y = self.base(x)
@@ -349,7 +361,7 @@ class LoraDense(nn.Cell):
             setattr(self, f"trained_b{ending}", copy.lora_b)
             trained.append(copy)
         object.__setattr__(self, "trained", tuple(trained))
-        self.trained_rows, self.trained_tokens = route.rows, route.tokens
+        self._hold_route("trained", route)
         return tuple(parameter for cell in trained for parameter in cell.bank())
 
     def store_trained(self, slots: Sequence[int]) -> None:
@@ -365,9 +377,7 @@ class LoraDense(nn.Cell):
             delattr(self, f"trained_a{ending}")
             delattr(self, f"trained_b{ending}")
         object.__setattr__(self, "trained", ())
-        for name in ("trained_rows", "trained_tokens"):
-            delattr(self, name)
-            setattr(self, name, None)
+        self._hold_route("trained", None)
 
     def add_flags_recursive(self, **flags: Any) -> nn.Cell:
         """Flags, such as those of ``to_float``, are the base's too, which is no child here."""
