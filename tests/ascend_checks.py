@@ -667,6 +667,22 @@ def a_model_with_multi_lora(mode):
 
 
 @check
+def a_bank_of_another_dtype_than_the_cell_computes_in(mode):
+    rng = np.random.default_rng(6)
+    a, b = rng.standard_normal((5, 32)) / 6, rng.standard_normal((48, 5)) / 6
+    x = rng.standard_normal((3, 32)).astype(np.float32)
+    x[1] = -0.0
+    dense = nn.Dense(32, 48, has_bias=False)
+    base = dense(Tensor(x)).asnumpy()
+    cell = mal.nn.LoraDense(dense, 8, 3, dtype=ms.float16)
+    cell.set_adapter(2, a, b)
+    out = cell(Tensor(x), Tensor(np.array([2, -1, 3], np.int32))).asnumpy()
+    assert out[1:].tobytes() == base[1:].tobytes()
+    want = base[0] + b @ (a @ x[0])
+    assert (np.abs(out[0] - want) <= 2**-8 * (1 + np.abs(want))).all()
+
+
+@check
 def raw_on_tensors_of_mindspore(mode):
     p = problem()
     tensors = {name: Tensor(value) + 0 for name, value in p.items()}

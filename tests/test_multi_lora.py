@@ -808,8 +808,7 @@ def test_banks_of_another_table_or_cut_are_refused(saved, tmp_path):
     assert list(lora.adapters) == ["a", "b"]
 
 
-def test_a_step_holds_loads_deletes_and_routes_back(tmp_path):
-    ms.set_context(mode=ms.PYNATIVE_MODE)
+def test_a_step_holds_loads_deletes_and_routes_back(mode, tmp_path):
     model = Small()
     lora = mal.MultiLora(model, ["q_proj"], 4, 3)
     for number, name in enumerate("ab"):
@@ -847,3 +846,53 @@ def test_a_step_holds_loads_deletes_and_routes_back(tmp_path):
     for thread in threads:
         thread.join()
     assert not errors, errors
+
+
+def test_a_load_reads_its_files_while_a_step_goes_on_and_writes_after_it(tmp_path, monkeypatch):
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    lora = mal.MultiLora(Small(), ["q_proj"], 4, 3)
+    folder = write(tmp_path / "a", {"q_proj": weights(2, 8, 4)})
+    has_read = threading.Event()
+    read_adapter = mal.peft.read_adapter
+
+    def reading(*arguments, **options):
+        adapter = read_adapter(*arguments, **options)
+        has_read.set()
+        return adapter
+
+    monkeypatch.setattr(mal.peft, "read_adapter", reading)
+    before = everything(lora)
+    thread = threading.Thread(target=lora.load_adapter, args=(folder, "a"))
+    with lora.step([None]):
+        thread.start()
+        assert has_read.wait(60)
+        thread.join(0.2)
+        assert thread.is_alive()
+        assert everything(lora) == before
+        assert not lora.adapters
+    thread.join(60)
+    assert list(lora.adapters) == ["a"]
+    assert everything(lora) != before
+
+
+def test_two_threads_that_load_the_same_name(tmp_path):
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    lora = mal.MultiLora(Small(), ["q_proj"], 4, 3)
+    folder = write(tmp_path / "a", {"q_proj": weights(2, 8, 4)})
+    outcomes = []
+
+    def load():
+        try:
+            lora.load_adapter(folder, "a")
+            outcomes.append("loaded")
+        except ValueError as error:
+            outcomes.append(str(error))
+
+    threads = [threading.Thread(target=load) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert outcomes.count("loaded") == 1
+    assert sum("expected a name that is not loaded" in one for one in outcomes) == 3
+    assert lora.adapters["a"].slot == 0

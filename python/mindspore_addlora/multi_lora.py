@@ -332,9 +332,7 @@ class MultiLora:
                 it does not fit the model. Nothing has changed.
             OSError: A file is missing or cannot be read.
         """
-        with self._lock:
-            self._free_slot(adapter_name)
-        # Files are read while steps go on.
+        # Before the lock: steps of other threads go on while files are read.
         adapter = peft.read_adapter(path, max_rank=self._max_rank)
         with self._lock:
             info = AdapterInfo(
