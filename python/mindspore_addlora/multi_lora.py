@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,20 +15,15 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, mint, nn
+from mindspore import Parameter, nn
 
-from . import _bank, peft
+from . import _bank, _places, peft
 from .nn.lora_dense import LoraDense, Prepared, Route
 
 __all__ = ["AdapterInfo", "MultiLora"]
 
 TABLE_FILE = "multi_lora.json"
 BANKS_FILE = "multi_lora.ckpt"
-
-# What PEFT leaves out of "all-linear" by asking the model for its output layer, which MindSpore's models cannot say.
-OUTPUT_LAYERS = ("lm_head", "output_layer", "embed_out", "score", "classifier")
-
-_DENSE = (nn.Dense, mint.nn.Linear)
 
 
 @dataclass(frozen=True)
@@ -49,16 +43,6 @@ class AdapterInfo:
     rank: int
     modules: Mapping[str, tuple[int, float]]
     config: Mapping[str, Any]
-
-
-@dataclass
-class _Place:
-    """Where a dense cell hangs in the model; a shared one hangs in several places."""
-
-    parent: nn.Cell
-    name: str
-    path: str
-    cell: nn.Cell
 
 
 class _Target:
@@ -219,8 +203,8 @@ class MultiLora:
         self._model = model
         self._max_rank = max_rank
         self._num_adapters = num_adapters
-        self._packed = _packed_parts(packed_modules)
-        self._rename = _renaming(rename)
+        self._packed = _places.packed_parts(packed_modules)
+        self._rename = _places.renaming(rename)
         self._adapters: dict[str, AdapterInfo] = {}
         self._routed: tuple[str | None, ...] = ()
         self._tokens_per_row = 1
@@ -229,8 +213,8 @@ class MultiLora:
         self._lock = threading.RLock()
         self._attached = True
 
-        places = list(_dense_places(model))
-        chosen = _choose(places, target_modules)
+        places = list(_places.dense_places(model))
+        chosen = _places.choose(places, target_modules)
         unused = set(self._packed) - {place.path.rpartition(".")[2] for place in chosen}
         if unused:
             raise ValueError(
@@ -248,10 +232,10 @@ class MultiLora:
                 target.cell.unwrap()
             raise
         for place, target in zip(chosen, self._targets, strict=True):
-            _replace(place, target.cell)
-        _forget_graphs(model)
+            _places.replace(place, target.cell)
+        _places.forget_graphs(model)
 
-    def _wrap(self, place: _Place, dtype: Any) -> None:
+    def _wrap(self, place: _places.Place, dtype: Any) -> None:
         parts = self._packed.get(place.path.rpartition(".")[2], {})
         slices, rank = None, self._max_rank
         stacked = None in parts.values()
@@ -281,7 +265,7 @@ class MultiLora:
         self._targets.append(_Target(place.path, cell, self._names(place.path), stacked))
 
     def _all_names(
-        self, places: Sequence[_Place], chosen: Sequence[_Place]
+        self, places: Sequence[_places.Place], chosen: Sequence[_places.Place]
     ) -> dict[str, list[str]]:
         """Every name that an adapter may have for a dense cell of this model, attached or not, with all names of that
         cell: a shared one has several."""
@@ -402,7 +386,7 @@ class MultiLora:
                 )
         names = list(self._dense_names)
         if str(adapter.config.get("target_modules")).lower() == "all-linear":
-            names = [name for name in names if name.rpartition(".")[2] not in OUTPUT_LAYERS]
+            names = [name for name in names if name.rpartition(".")[2] not in _places.OUTPUT_LAYERS]
         for name in peft.targeted(adapter.config, names):
             # PEFT adapts a shared module in one of its places only.
             if not any(one in adapter.modules for one in self._dense_names[name]):
@@ -601,7 +585,7 @@ class MultiLora:
                         parameters.append(parameter)
                 self._trained, self._trained_route = tuple(names), route
             self._write_route(self._routed, self._tokens_per_row)
-            _forget_graphs(self._model)
+            _places.forget_graphs(self._model)
             return parameters
 
     def _store_trained(self) -> None:
@@ -654,13 +638,13 @@ class MultiLora:
             self._require_attached()
             _bank.wait_for_steps()
             for place in self._places:
-                _replace(place, place.cell)
+                _places.replace(place, place.cell)
             for target in self._targets:
                 if self._trained:
                     target.cell.end_training()
                 target.cell.unwrap()
             self._trained, self._trained_route = (), None
-            _forget_graphs(self._model)
+            _places.forget_graphs(self._model)
             self._attached = False
             self._adapters.clear()
             self._routed = ()
@@ -818,134 +802,3 @@ def _adapter_info(where: str, saved: Any) -> AdapterInfo:
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{where}: expected what save wrote, got {error!r}") from None
-
-
-def _packed_parts(
-    packed_modules: Mapping[str, Sequence[str] | Mapping[str, int]] | None,
-) -> dict[str, dict[str, int | None]]:
-    """The parts of each fused cell with their rows, None where nobody said."""
-    if packed_modules is None:
-        return {}
-    if not isinstance(packed_modules, Mapping):
-        raise TypeError(f"packed_modules: expected a mapping, got {type(packed_modules).__name__}")
-    packed: dict[str, dict[str, int | None]] = {}
-    for fused, parts in packed_modules.items():
-        where = f"packed_modules: {fused}"
-        if isinstance(parts, str) or not isinstance(parts, (Mapping, Sequence)):
-            raise TypeError(f"{where}: expected the names of its parts, got {type(parts).__name__}")
-        for part in parts:
-            if not isinstance(part, str):
-                raise TypeError(f"{where}: expected strings as names, got {type(part).__name__}")
-        if not parts:
-            raise ValueError(f"{where}: expected at least one part")
-        if len(set(parts)) < len(parts):
-            raise ValueError(f"{where}: expected each part once, got {list(parts)}")
-        packed[fused] = dict(parts) if isinstance(parts, Mapping) else dict.fromkeys(parts)
-        if 0 < list(packed[fused].values()).count(None) < len(parts):
-            raise ValueError(
-                f"{where}: expected the rows of all parts or none, got {packed[fused]}"
-            )
-        for part, size in packed[fused].items():
-            if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
-                raise TypeError(
-                    f"{where}: expected an integer as the rows of {part!r}, got {type(size).__name__}"
-                )
-            if size is not None and size < 1:
-                raise ValueError(
-                    f"{where}: expected at least 1 as the rows of {part!r}, got {size}"
-                )
-    return packed
-
-
-def _renaming(rename: Callable[[str], str] | Mapping[str, str] | None) -> Callable[[str], str]:
-    if rename is None:
-        return lambda path: path
-    if not isinstance(rename, Mapping):
-        if not callable(rename):
-            raise TypeError(
-                f"rename: expected a function or a mapping, got {type(rename).__name__}"
-            )
-        return rename
-    patterns = []
-    for pattern, replacement in rename.items():
-        try:
-            patterns.append((re.compile(pattern), replacement))
-        except re.error as error:
-            raise ValueError(
-                f"rename: expected regular expressions, got {pattern!r}: {error}"
-            ) from None
-
-    def renamed(path: str) -> str:
-        for pattern, replacement in patterns:
-            path = pattern.sub(replacement, path)
-        return path
-
-    return renamed
-
-
-def _dense_places(cell: nn.Cell, path: str = "", seen: set[int] | None = None) -> Iterator[_Place]:
-    """The places of the model's dense cells, and of those that hold adapters already. A cell that holds others is gone
-    through once, however often it is used."""
-    seen = {id(cell)} if seen is None else seen
-    for name, child in cell._cells.items():
-        child_path = f"{path}.{name}" if path else name
-        if isinstance(child, (*_DENSE, LoraDense)):
-            yield _Place(cell, name, child_path, child)
-        elif child is not None and id(child) not in seen:
-            seen.add(id(child))
-            yield from _dense_places(child, child_path, seen)
-
-
-def _choose(places: list[_Place], target_modules: Sequence[str] | str) -> list[_Place]:
-    """The places that target_modules name."""
-    paths = [place.path for place in places]
-    if not isinstance(target_modules, Sequence):
-        raise TypeError(
-            f"target_modules: expected names or a regular expression, got {type(target_modules).__name__}"
-        )
-    if isinstance(target_modules, str):
-        try:
-            re.compile(target_modules)
-        except re.error as error:
-            raise ValueError(
-                f"target_modules: {target_modules!r} is not a regular expression: {error}"
-            ) from None
-    if target_modules == "all-linear":
-        paths = [path for path in paths if path.rpartition(".")[2] not in OUTPUT_LAYERS]
-    if not isinstance(target_modules, str):
-        target_modules = list(target_modules)
-        for name in target_modules:
-            if not isinstance(name, str):
-                raise TypeError(f"target_modules: expected names, got {type(name).__name__}")
-            if not peft.targeted({"target_modules": [name]}, paths):
-                raise ValueError(
-                    f"target_modules: expected names of dense cells, got {name!r}, which is the end of no path"
-                )
-    chosen = set(peft.targeted({"target_modules": target_modules}, paths))
-    if not chosen:
-        raise ValueError(
-            f"target_modules: expected names of dense cells, got {target_modules!r}, which matches none of {len(paths)}"
-        )
-    picked = [place for place in places if place.path in chosen]
-    for place in picked:
-        if isinstance(place.cell, LoraDense):
-            raise ValueError(
-                f"target_modules: expected cells without adapters (detach first), got {place.path}, a LoraDense"
-            )
-    # All places of a shared cell are swapped, each for a bank of its own: its activation moves out of it.
-    cells = {id(place.cell) for place in picked}
-    return [place for place in places if id(place.cell) in cells]
-
-
-def _forget_graphs(model: nn.Cell) -> None:
-    """A compiled graph, of the model or of a part that was called by itself, would go on with the cells that it was made
-    of."""
-    for _, cell in model.cells_and_names():
-        cell.compile_cache.clear()
-
-
-def _replace(place: _Place, cell: nn.Cell) -> None:
-    """Hangs a cell into a place. Not by assignment, which would rename its parameters."""
-    place.parent._cells[place.name] = cell
-    if hasattr(place.parent, "cell_list"):  # SequentialCell runs this list
-        place.parent.cell_list = list(place.parent._cells.values())
