@@ -591,6 +591,40 @@ def gradients_are_the_formula_s(mode):
 
 
 @check
+def frozen_inputs_cost_nothing_in_pynative(mode):
+    if mode != "pynative":
+        return  # a graph drops what nobody uses
+    from mindspore_addlora.ascend import gradients
+
+    ran = []
+    for name in ("_product", "_sums"):
+
+        def counted(*arguments, name=name, real=getattr(gradients, name)):
+            ran.append(name)
+            return real(*arguments)
+
+        setattr(gradients, name, counted)
+    products = {"x": ["_product"] * 2, "weight_b": ["_product", "_sums"]}
+    products["weight_a"] = ["_product", "_sums"]
+    p = problem()
+    g = np.random.default_rng(3).standard_normal(p["y"].shape).astype(np.float16)
+    exact = sizes_of_gradients(p, g)
+    for wanted, expected in products.items():
+        tensors = {n: Parameter(Tensor(p[n]), name=n, requires_grad=n == wanted) for n in products}
+
+        def loss(y, t=tensors):
+            indices = Tensor(p["indices"])
+            out = mal.add_lora(y, t["x"], t["weight_b"], indices, t["weight_a"], 1, 0.5, 16)
+            return ms.mint.sum(out * Tensor(g))
+
+        ran.clear()
+        _, (found,) = ms.grad(loss, 0, [tensors[wanted]])(Tensor(p["y"]))
+        assert sorted(ran) == expected, (wanted, ran)
+        reach = 2**-7 * (1 + np.abs(exact[wanted]).max())
+        assert (np.abs(found.asnumpy().astype(np.float64) - exact[wanted]) <= reach).all(), wanted
+
+
+@check
 def a_cell_is_trained(mode):
     p = problem(r=5)
     cell = a_cell_of(p, ms.float32)

@@ -372,3 +372,77 @@ def test_frozen_inputs_cost_nothing_in_a_graph(tmp_path):
     assert "AddLoraGradWeightB" in text
     assert "AddLoraGradWeightA" not in text
     assert "AddLoraGradX" not in text
+
+
+COUNTED = {
+    True: {"x": "_grad_x", "weight_b": "_grad_weight_b", "weight_a": "_grad_weight_a"},
+    False: {"x": "_expand_grad_x", "weight_b": "_expand_grad_weight_b"},
+}
+
+
+def subsets(with_a):
+    names = list(COUNTED[with_a])
+    return [
+        tuple(name for bit, name in enumerate(names) if number >> bit & 1)
+        for number in range(1 << len(names))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("with_a", "wanted"),
+    [(with_a, wanted) for with_a in COUNTED for wanted in subsets(with_a)],
+    ids=lambda value: "+".join(value) or "y alone" if isinstance(value, tuple) else str(value),
+)
+def test_frozen_inputs_cost_nothing_in_pynative(monkeypatch, with_a, wanted):
+    """Exactly the gradients that are needed are computed, and they are the formula's."""
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    p = problem(with_a=with_a)
+    ran = []
+
+    def counted(name, operator):
+        def call(*arguments):
+            ran.append(name)
+            return operator(*arguments)
+
+        return call
+
+    for name, attribute in COUNTED[with_a].items():
+        monkeypatch.setattr(mal.ops, attribute, counted(name, getattr(mal.ops, attribute)))
+    parameters = {
+        name: Parameter(Tensor(p[name]), name=name, requires_grad=name in wanted)
+        for name in COUNTED[with_a]
+    }
+
+    def loss(y):
+        x = parameters["x"] * 1  # not a leaf, as in a model
+        a = parameters.get("weight_a")
+        b = ops.reshape(parameters["weight_b"], p["weight_b"].shape)  # a view
+        out = mal.add_lora(y, x, b, Tensor(p["indices"]), a, 1, 0.75, 17)
+        return (out * Tensor(p["g"])).sum()
+
+    weights = [parameters[name] for name in wanted]
+    found = ms.grad(loss, 0, weights or None)(Tensor(p["y"]))
+    exact, _ = formula(p, **SCALARS)
+    dy, gradients = found if weights else (found, ())
+    np.testing.assert_array_equal(dy.asnumpy(), p["g"])
+    for name, gradient in zip(wanted, gradients, strict=True):
+        np.testing.assert_allclose(gradient.asnumpy(), exact[name], atol=1e-5)
+    assert sorted(ran) == sorted(wanted)
+
+
+def test_a_gradient_of_a_gradient_is_refused(mode):
+    """There is none, and it must not be taken for zero."""
+    p = problem()
+    others = [None if p[name] is None else Tensor(p[name]) for name in ("weight_b", "indices")]
+
+    def loss(x):
+        out = mal.add_lora(Tensor(p["y"]), x, *others, Tensor(p["weight_a"]), 1, 0.75, 17)
+        return (out**2).sum()
+
+    first = ms.grad(loss)
+
+    def size(x):
+        return (first(x) ** 2).sum()
+
+    with pytest.raises(RuntimeError, match="Custom's bprop not defined"):
+        ms.grad(size)(Tensor(p["x"])).asnumpy()

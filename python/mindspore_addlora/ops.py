@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ from mindspore.ops import CustomRegOp, DataType
 from mindspore.ops.primitive import constexpr
 
 from . import _core
+from ._recorded import need_gradients
 from .ascend import ops as ascend_ops
 
 __all__ = ["add_lora"]
@@ -19,7 +22,8 @@ _TENSORS = (Tensor, np.ndarray)
 _SCALARS = ("layer_idx", "scale", "y_offset", "device_rounding")
 
 
-def _custom_op(function: str, tensors: tuple[str, ...], bprop: Any = None) -> ops.Custom:
+def _registered(function: str, tensors: tuple[str, ...]) -> dict[str, Any]:
+    """What ``ops.Custom`` is told of a function of the core."""
     # Every argument is registered, scalars included: dynamic shapes need it.
     inputs = tensors + _SCALARS
     registration = CustomRegOp(function)
@@ -28,14 +32,17 @@ def _custom_op(function: str, tensors: tuple[str, ...], bprop: Any = None) -> op
     registration.output(0, "out").dtype_format(*[DataType.None_None] * (len(inputs) + 1)).target(
         "CPU"
     )
-    return ops.Custom(
-        f"{_core.__file__}:{function}",
-        out_shape=None,  # inferred by the library's own <function>InferShape
-        out_dtype=lambda y, *_: y,
-        func_type="aot",
-        bprop=bprop,
-        reg_info=registration.get_op_info(),
-    )
+    return {
+        "func": f"{_core.__file__}:{function}",
+        "out_shape": None,  # inferred by the library's own <function>InferShape
+        "out_dtype": lambda y, *_: y,
+        "func_type": "aot",
+        "reg_info": registration.get_op_info(),
+    }
+
+
+def _custom_op(function: str, tensors: tuple[str, ...], bprop: Any = None) -> ops.Custom:
+    return ops.Custom(**_registered(function, tensors), bprop=bprop)
 
 
 _NAMES = ("y", "x", "weight_b", "indices", "weight_a")
@@ -85,8 +92,57 @@ def _expand_gradients(
     return dout, dx, db, ops.zeros_like(indices), 0, 0, 0, 0
 
 
-_add_lora = _custom_op("AddLora", _NAMES, _gradients)
-_add_lora_expand = _custom_op("AddLoraExpand", _NAMES[:4], _expand_gradients)
+def _add_lora_recorded(need_x: bool, need_b: bool, need_a: bool) -> ops.Custom:
+    """The operator for PyNative with the gradients that are needed, among those above."""
+
+    def gradients(*call: Any) -> tuple[Any, ...]:
+        _, *operands, _, _, dout = call  # without y, the rounding and the result
+        dx = _grad_x(dout, *operands, 0) if need_x else None
+        db = _grad_weight_b(dout, *operands, 0) if need_b else None
+        da = _grad_weight_a(dout, *operands, 0) if need_a else None
+        return dout, dx, db, None, da, 0, 0, 0, 0
+
+    return _custom_op("AddLora", _NAMES, gradients)
+
+
+def _add_lora_expand_recorded(need_x: bool, need_b: bool) -> ops.Custom:
+    """The same without weight_a."""
+
+    def gradients(*call: Any) -> tuple[Any, ...]:
+        _, *operands, _, _, dout = call
+        dx = _expand_grad_x(dout, *operands, 0) if need_x else None
+        db = _expand_grad_weight_b(dout, *operands, 0) if need_b else None
+        return dout, dx, db, None, 0, 0, 0, 0
+
+    return _custom_op("AddLoraExpand", _NAMES[:4], gradients)
+
+
+class _Operator(ops.Custom):
+    """An operator whose PyNative calls record only the gradients that they need.
+
+    Graphs do not come here: they compile the operator itself, with all gradients, and drop those that nobody uses.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        tensors: tuple[str, ...],
+        bprop: Any,
+        recorded: Callable[..., ops.Custom],
+    ) -> None:
+        super().__init__(**_registered(function, tensors), bprop=bprop)
+        self._recorded = functools.cache(recorded)
+
+    def __call__(self, y: Tensor, x: Tensor, weight_b: Tensor, indices: Tensor, *rest: Any) -> Any:
+        weight_a = [tensor for tensor in rest[:1] if isinstance(tensor, Tensor)]
+        operator = self._recorded(*need_gradients(x, weight_b, *weight_a))
+        return operator(y, x, weight_b, indices, *rest)
+
+
+_add_lora = _Operator("AddLora", _NAMES, _gradients, _add_lora_recorded)
+_add_lora_expand = _Operator(
+    "AddLoraExpand", _NAMES[:4], _expand_gradients, _add_lora_expand_recorded
+)
 
 
 def _dtype_name(dtype: Any) -> str:

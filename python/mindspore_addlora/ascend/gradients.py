@@ -7,11 +7,13 @@ each product here is rounded to float16, as the operator rounds.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor, mint, nn, ops
 
+from .._recorded import need_gradients
 from . import extension
 
 
@@ -50,6 +52,15 @@ def _in_layer(gradient: Tensor, layer_idx: int, layers: int) -> Tensor:
 class _Block(nn.Cell):
     """One call of the operator, differentiable in y, x, weight_b and weight_a."""
 
+    def __init__(self, need_x: bool = True, need_b: bool = True, need_a: bool = True) -> None:
+        super().__init__()
+        self.need_x, self.need_b, self.need_a = need_x, need_b, need_a
+
+    def __call__(self, y: Tensor, x: Tensor, weight_b: Tensor, indices: Tensor, *rest: Any) -> Any:
+        """In PyNative, the block that records only the gradients that are needed; graphs compile construct."""
+        recorded = _recorded_block(*need_gradients(x, weight_b, rest[0]))
+        return nn.Cell.__call__(recorded, y, x, weight_b, indices, *rest)
+
     def construct(
         self,
         y: Tensor,
@@ -83,16 +94,29 @@ class _Block(nn.Cell):
         b = weight_b[:, layer_idx : layer_idx + 1]
         a = weight_a[:, layer_idx : layer_idx + 1]
         slice_ = dout[:, y_offset : y_offset + h2]
-        dz = _product(slice_, _turned(b), indices, 1.0)
-        z = _product(x, a, indices, 1.0)
-        dx = _product(dz, _turned(a), indices, scale)
-        da = _in_layer(_sums(dz, x, indices, adapters, scale), layer_idx, layers)
-        db = _in_layer(_sums(slice_, z, indices, adapters, scale), layer_idx, layers)
+        dx, db, da = None, None, None
+        if self.need_x or self.need_a:
+            dz = _product(slice_, _turned(b), indices, 1.0)
+            if self.need_x:
+                dx = _product(dz, _turned(a), indices, scale)
+            if self.need_a:
+                da = _in_layer(_sums(dz, x, indices, adapters, scale), layer_idx, layers)
+        if self.need_b:
+            z = _product(x, a, indices, 1.0)
+            db = _in_layer(_sums(slice_, z, indices, adapters, scale), layer_idx, layers)
         return dout, dx, db, ops.zeros_like(indices), da, 0, 0, 0
 
 
 class _ExpandBlock(nn.Cell):
     """The same without weight_a."""
+
+    def __init__(self, need_x: bool = True, need_b: bool = True) -> None:
+        super().__init__()
+        self.need_x, self.need_b = need_x, need_b
+
+    def __call__(self, y: Tensor, x: Tensor, weight_b: Tensor, *rest: Any) -> Any:
+        recorded = _recorded_expand_block(*need_gradients(x, weight_b))
+        return nn.Cell.__call__(recorded, y, x, weight_b, *rest)
 
     def construct(
         self,
@@ -123,10 +147,17 @@ class _ExpandBlock(nn.Cell):
         adapters, layers, h2, _ = weight_b.shape
         slice_ = dout[:, y_offset : y_offset + h2]
         b = weight_b[:, layer_idx : layer_idx + 1]
-        dx = _product(slice_, _turned(b), indices, scale)
-        db = _in_layer(_sums(slice_, x, indices, adapters, scale), layer_idx, layers)
+        dx, db = None, None
+        if self.need_x:
+            dx = _product(slice_, _turned(b), indices, scale)
+        if self.need_b:
+            db = _in_layer(_sums(slice_, x, indices, adapters, scale), layer_idx, layers)
         return dout, dx, db, ops.zeros_like(indices), 0, 0, 0
 
+
+# At most eight and four: made when they are first needed.
+_recorded_block = functools.cache(_Block)
+_recorded_expand_block = functools.cache(_ExpandBlock)
 
 block = _Block()
 expand_block = _ExpandBlock()
