@@ -230,11 +230,16 @@ void shrink(ShrinkTask& t) {
 
 // ---- second product: expand ------------------------------------------------------------------------------------
 
+// Whether what lies side by side is wanted side by side.
+template <class T>
+inline bool is_turned(const ExpandTask& t) {
+  return t.b_columns != nullptr || t.b_row_stride == static_cast<int64_t>(sizeof(T));
+}
+
 // to[j] = column r + j of up to 16 x 16 weights from row h on, zero past their ends.
 template <class T>
 inline void load_some_columns(const ExpandTask& t, int64_t h, int64_t r, int64_t columns, int64_t ranks, V* to) {
-  if (t.b_columns != nullptr || t.b_row_stride == static_cast<int64_t>(sizeof(T))) {
-    // Turned already: what lies side by side is wanted side by side.
+  if (is_turned<T>(t)) {
     const char* b = t.b + h * t.b_row_stride;
     for (int64_t j = 0; j < kLanes; ++j) {
       if (j < ranks) {
@@ -334,6 +339,18 @@ constexpr int64_t kPanelColumns = kTileVectors * kLanes;
 
 template <class T>
 inline void transpose(const ExpandTask& t, int64_t h, int64_t columns, float* to) {
+  if (is_turned<T>(t)) {
+    // In runs as long as the block: memory is slow to give a cache line here and another there.
+    for (int64_t r = 0; r < t.rank; ++r) {
+      const int64_t at = t.b_columns == nullptr ? r : t.b_columns[r];
+      const char* from = t.b + h * t.b_row_stride + at * t.b_column_stride;
+      for (int64_t c = 0; c < columns; c += kLanes) {
+        float* panel = to + c / kPanelColumns * kPanelColumns * t.rank + c % kPanelColumns;
+        store(panel + r * kPanelColumns, load_some<T>(from + c * t.b_row_stride, t.b_row_stride, columns - c));
+      }
+    }
+    return;
+  }
   for (int64_t c = 0; c < columns; c += kLanes) {
     float* panel = to + c / kPanelColumns * kPanelColumns * t.rank + c % kPanelColumns;
     for (int64_t r = 0; r < t.rank; r += kLanes) {
