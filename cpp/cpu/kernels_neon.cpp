@@ -100,6 +100,7 @@ bool supported() { return true; }
 }  // namespace
 
 const KernelSet kNeonKernels = {
-    kName, supported, {shrink<Half>, shrink<Bfloat>, shrink<float>}, {expand<Half>, expand<Bfloat>, expand<float>}};
+    kName, supported, {shrink<Half>, shrink<Bfloat>, shrink<float>}, {expand<Half>, expand<Bfloat>, expand<float>},
+    kTileSums, multiply_add, read};
 
 }  // namespace addlora::cpu
